@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -46,6 +46,8 @@ class Forward:
 
 class Cache(Protocol):
     """All of a target's per-layer caches as one transaction. One file per kind in ``caches/``."""
+
+    entries: list[Any]  # mlx-lm cache objects, one per layer; the target writes them
 
     @property
     def length(self) -> int:
@@ -131,9 +133,10 @@ class Drafter(Protocol):
     def bind(self, target: Target) -> None:
         """Check the pair and borrow what is shared. Raises PairError with both numbers."""
 
-    def open(self, first: int, start: int = 0) -> DraftSession:
+    def open(self, first: int, start: int = 0, draft_window: int | None = None) -> DraftSession:
         """``first`` is the token at position ``start`` (no feature precedes it). ``start > 0``: the rows before
-        are in the target's cache but unknown to the drafter."""
+        are in the target's cache but unknown to the drafter. ``draft_window`` cuts what it denoises (block
+        drafters; OptionError from others), None: the drafter's own default."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +154,28 @@ class Round:
 class Stops(Protocol):
     """Decides, token by token and before anything is committed, where the output ends."""
 
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted; a verify is never wider."""
+
     def take(self, token: int) -> str | None:
         """Account for one more output token; a finish reason if the output ends with it."""
+
+
+class Conversation(Protocol):
+    """What the loop needs of a session. Between rounds ``cache.length == draft.length == start + len(tokens) - 1``."""
+
+    tokens: list[int]  # committed; the last one is the anchor
+    start: int  # rows in the cache before tokens[0] (0 unless a foreign prompt cache was handed in)
+    cache: Cache
+    taps: Taps | None
+
+    def propose(self, count: int) -> Draft:
+        """The drafter's proposal to follow the anchor, ids inside the vocabulary; empty when parked.
+        Raises DrafterError after parking the drafter, whatever it raised."""
+
+    def ingest(self, tokens: Sequence[int], features: mx.array | None, start: int) -> None:
+        """Committed rows into the drafter. Raises DrafterError as ``propose`` does."""
 
 
 class Chooser(Protocol):

@@ -134,7 +134,7 @@ class PlannedDrafter:
     def bind(self, target: Any) -> None:
         self.target = target
 
-    def open(self, first: int, start: int = 0) -> PlannedSession:
+    def open(self, first: int, start: int = 0, draft_window: int | None = None) -> PlannedSession:
         return PlannedSession(self, start)
 
 
