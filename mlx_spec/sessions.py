@@ -146,3 +146,36 @@ class Session:
         except DRAFTER_FAULTS as error:
             self.park()
             raise DrafterError(f"{type(error).__name__}: {error}") from error
+
+
+class PromptCache(list[Any]):
+    """mlx-lm's prompt cache (a list of per-layer caches) that also remembers what mlx-lm's forgets: tokens and context.
+
+    Between calls it holds every token of the conversation, the last included, as mlx-lm's does, so it can be saved,
+    trimmed or continued by mlx-lm. ``enter`` reconciles it with whatever happened to the list in between.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.cache.entries)
+        self.session = session
+
+    def enter(self) -> Session:
+        """The session, with cache, tokens and drafter agreeing again; foreign rows make the drafter start blind."""
+        session = self.session
+        held = CacheSet(self).length - session.start
+        if held > len(session.tokens) or any(a is not b for a, b in zip(self, session.cache.entries, strict=False)):
+            self.session = Session.over(self, session.target, session.drafter, session._taps)
+            return self.session
+        del session.tokens[held:]
+        session.cache.trim(session.start + max(held - 1, 0))
+        if session.draft is not None and session.draft.trim(session.cache.length) != session.cache.length:
+            session.park()
+        return session
+
+    def leave(self) -> None:
+        """Let the cache hold the last committed token too; the next ``enter`` takes it out again."""
+        session = self.session
+        if session.tokens and session.cache.length == session.start + len(session.tokens) - 1:
+            session.target.forward(mx.array(session.tokens[-1:], dtype=mx.int32), session.cache)
+            mx.eval(session.cache.arrays())
+        self[:] = session.cache.entries

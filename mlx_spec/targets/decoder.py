@@ -38,7 +38,7 @@ class DecoderTarget:
         self._layers = list(layers)
         self.num_layers = len(self._layers)
         self.new_cache()
-        self._embedding = _embedding(model)
+        self._embedding_path = _embedding_path(model)
         self.vocab_size = int(text.get("vocab_size") or self._embedding.weight.shape[0])
         self.hidden_size = int(text.get("hidden_size") or self._embed_width())
         limit = text.get("max_position_embeddings")
@@ -72,6 +72,14 @@ class DecoderTarget:
         logits: mx.array = self._embedding.as_linear(hidden) if head is None else head(hidden)
         return logits
 
+    @property
+    def _embedding(self) -> Any:
+        # Looked up, not kept: quantising the model later replaces the module.
+        module = self.model
+        for name in self._embedding_path.split("."):
+            module = getattr(module, name)
+        return module
+
     def _embed_width(self) -> int:
         return int(self._embedding(mx.array([0])).shape[-1])
 
@@ -100,13 +108,13 @@ class DecoderTarget:
         return 1.0 if near_one else scale
 
 
-def _embedding(model: nn.Module) -> Any:
-    """The token embedding: the first embedding module that is not a position table."""
+def _embedding_path(model: nn.Module) -> str:
+    """Where the token embedding is: the outermost embedding module that is not a position table."""
     found = [(path, module) for path, module in model.named_modules() if isinstance(module, EMBEDDINGS)]
     tables = [(path, module) for path, module in found if path.rsplit(".", 1)[-1] not in ("wpe", "embed_positions")]
     if not tables:
         raise UnsupportedError(f"{type(model).__module__}: no token embedding found")
-    return min(tables, key=lambda item: item[0].count("."))[1]
+    return min(tables, key=lambda item: item[0].count("."))[0]
 
 
 def _head(model: nn.Module) -> Any:

@@ -1,0 +1,194 @@
+"""The one door: mlx-lm's functions over our engine (same names, arguments and fields) and ``Engine`` itself.
+
+Every front end comes in here. Knows the engine, no terminal, HTTP or alias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_spec.engine import Engine, GenerationResponse
+from mlx_spec.contracts import Drafter
+from mlx_spec.errors import OptionError, UnsupportedError
+from mlx_spec.options import Options, SpeculativeConfig, with_stop
+from mlx_spec.sessions import PromptCache, Session
+from mlx_spec.text import encode_prompt
+
+Prompt = str | mx.array | Sequence[int]
+ENGINE = "_mlx_spec_engine"  # where a model object keeps its engine; gone after Engine.close
+
+
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    draft: str | Path | Drafter | None = "auto",
+    speculative: SpeculativeConfig | None = None,
+    fallback: bool = False,
+) -> tuple[Any, ...]:
+    """``mlx_lm.load``, with a drafter: returns (model, tokenizer), or (model, tokenizer, config).
+
+    The model is mlx-lm's own object and remembers its drafter, so ``stream_generate(model, tokenizer, ...)`` drafts.
+    ``draft`` and ``speculative``: see ``Engine.load``.
+    """
+    engine = Engine.load(
+        path_or_hf_repo,
+        draft,
+        speculative=speculative,
+        fallback=fallback,
+        tokenizer_config=tokenizer_config,
+        model_config=model_config,
+        adapter_path=adapter_path,
+        lazy=lazy,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    object.__setattr__(engine.model, ENGINE, engine)
+    if return_config:
+        return engine.model, engine.tokenizer, engine.config
+    return engine.model, engine.tokenizer
+
+
+def engine_of(model: Any, tokenizer: Any) -> Engine:
+    """The engine that ``load`` gave ``model``, or a new one without a drafter for a model loaded by mlx-lm."""
+    engine = model.__dict__.get(ENGINE)
+    if engine is None:
+        engine = Engine(model, tokenizer, reason="the model was loaded without a drafter (use mlx_spec.load)")
+        object.__setattr__(model, ENGINE, engine)
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> PromptCache:
+    """A prompt cache for ``stream_generate(..., prompt_cache=...)`` that also keeps the drafter's context.
+
+    ``max_kv_size`` (a rotating cache) is refused with UnsupportedError until that cache kind can roll back.
+    """
+    if max_kv_size is not None:
+        raise UnsupportedError(f"max_kv_size={max_kv_size}: rotating caches cannot roll back yet; leave it out")
+    engine = model.__dict__.get(ENGINE)
+    if engine is None:
+        raise OptionError("make_prompt_cache needs a model loaded by mlx_spec.load")
+    return PromptCache(engine.session())
+
+
+def stream_generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    max_tokens: int = 256,
+    draft_model: Drafter | None = None,
+    *,
+    sampler: Callable[..., Any] | None = None,
+    logits_processors: Sequence[Callable[..., Any]] | None = None,
+    prompt_cache: Any = None,
+    prefill_step_size: int = 2048,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    num_draft_tokens: int | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    width: int | Sequence[int] | None = None,
+    draft_window: int | None = None,
+    exactness: str = "fast",
+    fallback: bool = False,
+    **unsupported: Any,
+) -> Iterator[GenerationResponse]:
+    """``mlx_lm.stream_generate``, drafted: one response per token, the same text.
+
+    ``prompt`` continues ``prompt_cache`` where one is given, as in mlx-lm. ``draft_model``, a drafter object, replaces
+    the model's drafter from this call on. ``num_draft_tokens`` is ``width - 1``. mlx-lm options
+    that this version cannot honour (``kv_bits``, ``max_kv_size``, ``input_embeddings``) raise UnsupportedError;
+    mlx-lm's defaults for them are accepted.
+    """
+    _refuse(unsupported)
+    if num_draft_tokens is not None and width is not None:
+        raise OptionError(f"give width or num_draft_tokens, not both ({width} and {num_draft_tokens})")
+    if num_draft_tokens is not None:
+        width = num_draft_tokens + 1
+    options = Options(
+        max_tokens=max_tokens,
+        sampler=sampler,
+        processors=tuple(logits_processors or ()),
+        seed=seed,
+        width=width if width is None or isinstance(width, int) else tuple(width),
+        draft_window=draft_window,
+        exactness=exactness,
+        prefill_step=prefill_step_size,
+        fallback=fallback,
+    )
+    engine = engine_of(model, tokenizer)
+    cache = _open_cache(engine, prompt_cache, draft_model)
+    ids = _ids(engine, prompt)
+    session = cache.enter() if cache is not None else engine.session()
+    responses = engine.stream(
+        [*session.tokens, *ids], with_stop(options, stop), session, progress=prompt_progress_callback or _quiet
+    )
+    return responses if cache is None else _leaving(responses, cache, prompt_cache)
+
+
+def generate(model: Any, tokenizer: Any, prompt: Prompt, verbose: bool = False, **kwargs: Any) -> str:
+    """``mlx_lm.generate``: the whole text. ``verbose`` prints it as it comes, then the figures."""
+    parts: list[str] = []
+    response: GenerationResponse | None = None
+    for response in stream_generate(model, tokenizer, prompt, **kwargs):
+        parts.append(response.text)
+        if verbose:
+            print(response.text, end="", flush=True)
+    if verbose and response is not None:
+        stats = response.stats
+        print(f"\nPrompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
+        print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
+        print(f"Lane: {stats.lane} ({stats.reason}), acceptance length {stats.acceptance_length:.2f}")
+        print(f"Peak memory: {response.peak_memory:.3f} GB")
+    return "".join(parts)
+
+
+def _open_cache(engine: Engine, prompt_cache: Any, draft_model: Any) -> PromptCache | None:
+    if draft_model is not None and not hasattr(draft_model, "bind"):
+        raise UnsupportedError("draft_model: an independent draft language model is not supported yet; use load(draft=...)")
+    if draft_model is not None and draft_model is not engine.drafter:
+        engine.use(draft_model, "given as draft_model")
+    if prompt_cache is None or isinstance(prompt_cache, PromptCache):
+        return prompt_cache
+    return PromptCache(Session.over(prompt_cache, engine.target, engine.drafter, engine.taps))
+
+
+def _leaving(
+    responses: Iterator[GenerationResponse], cache: PromptCache, given: Any
+) -> Iterator[GenerationResponse]:
+    try:
+        yield from responses
+    finally:
+        cache.leave()
+        given[:] = cache
+
+
+def _ids(engine: Engine, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, str):
+        return encode_prompt(engine.tokenizer, prompt)
+    ids: list[int] = prompt.tolist() if isinstance(prompt, mx.array) else list(prompt)  # type: ignore[assignment]
+    return ids
+
+
+def _refuse(given: dict[str, Any]) -> None:
+    defaults = {"max_kv_size": None, "kv_bits": None, "kv_group_size": 64, "input_embeddings": None}
+    defaults |= {"quantized_kv_start": given.get("quantized_kv_start"), "stream": given.get("stream")}
+    for name, value in given.items():
+        if name not in defaults:
+            raise OptionError(f"stream_generate has no option {name!r}")
+        if value is not None and value != defaults[name]:
+            raise UnsupportedError(f"{name}={value!r} is not supported in this version; leave it out or use mlx-lm")
+
+
+def _quiet(done: int, total: int) -> None:
+    """No progress callback was given."""

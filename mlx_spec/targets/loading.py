@@ -1,0 +1,51 @@
+"""From a name to a loaded mlx-lm model, with one sentence for whatever is wrong. Knows files, no drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load as mlx_lm_load
+
+from mlx_spec import hub
+from mlx_spec.errors import CheckpointError, UnsupportedError
+
+
+def load_target(
+    name: str | Path, revision: str | None = None, trust_remote_code: bool = False, **options: Any
+) -> tuple[Any, TokenizerWrapper, dict[str, Any], Path]:
+    """(model, tokenizer, config, folder) of a folder, a hub id or a pulled model.
+
+    ``options`` are ``mlx_lm.load``'s. Raises ModelNotFoundError, CheckpointError (incomplete files, a drafter where a
+    model belongs, weights that are not numbers) and UnsupportedError.
+    """
+    folder = hub.resolve(name, revision=revision)
+    hub.check_target(folder)
+    try:
+        model, tokenizer, config = mlx_lm_load(
+            str(folder), return_config=True, trust_remote_code=trust_remote_code, **options
+        )
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder}: {error}; complete the folder or pull the model again") from error
+    except KeyError as error:
+        raise CheckpointError(f"{folder}/config.json lacks {error}; it is not a complete model config") from error
+    except ValueError as error:
+        text = " ".join(str(error).split())
+        kind = UnsupportedError if "not supported" in text or "trust_remote_code" in text else CheckpointError
+        raise kind(f"{folder} cannot be loaded: {text[:300]}") from error
+    if not options.get("lazy"):
+        _refuse_nan(folder, model)
+    return model, tokenizer, config, folder
+
+
+def _refuse_nan(folder: Path, model: Any) -> None:
+    """One reduction over every floating tensor, one read."""
+    flat = [(path, array) for path, array in tree_flatten(model.parameters()) if mx.issubdtype(array.dtype, mx.floating)]
+    finite = mx.stack([mx.isfinite(array).all() for _, array in flat])
+    if finite.all().item():
+        return
+    named = [path for (path, _), good in zip(flat, finite.tolist(), strict=True) if not good]
+    raise CheckpointError(f"{folder}: {named[0]} holds values that are not finite numbers; pull the model again")
