@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_spec import blas, targets
 from mlx_spec.contracts import Cancel, Drafter, Progress, Round
-from mlx_spec.drafters import pairing
+from mlx_spec.drafters._pairing import choose
 from mlx_spec.errors import ContextLengthError, DrafterError, MlxSpecError, OptionError, UnsupportedError
 from mlx_spec.loop import Request, rounds
 from mlx_spec.measure import rows_are_exact
@@ -100,7 +100,7 @@ class Engine:
         model, tokenizer, config, folder = load_target(name, **mlx_lm_options)
         engine = cls(model, tokenizer, config)
         try:
-            engine.use(*pairing.choose(draft, speculative or SpeculativeConfig(), folder))
+            engine.use(*choose(draft, speculative or SpeculativeConfig(), folder))
         except MlxSpecError as error:
             if not fallback:
                 engine.close()

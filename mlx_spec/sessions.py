@@ -57,12 +57,13 @@ class Session:
         target gives up its rows too, so that a warm conversation drafts exactly as a cold one.
         """
         common = 0
-        for ours, theirs in zip(self.tokens, prompt[:-1], strict=False):
+        for ours, theirs in zip(self.tokens, prompt, strict=False):
             if ours != theirs:
                 break
             common += 1
         fresh = self.drafter is not None and (self.draft is None or draft_window != self.draft_window)
-        keep = 0 if fresh else self._restore(min(common, len(self.tokens) - 1))
+        # One row less than is common: a drafter that holds row j knows the token after it too.
+        keep = 0 if fresh else self._restore(common - 1)
         if keep <= 0:
             self._reset(prompt, draft_window)
             keep = 0
