@@ -1,0 +1,41 @@
+"""Ctrl-C while an answer is made: once stops the answer, twice within two seconds leaves. Main thread only."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+AGAIN = 2.0  # seconds
+
+
+class Interrupts:
+    """One for a whole chat, so that presses during an answer and at the prompt count together."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = float("-inf")
+        self.stopped = False
+
+    def press(self) -> None:
+        """Account for one Ctrl-C. Raises KeyboardInterrupt at the second within ``AGAIN`` seconds."""
+        now = self._clock()
+        if now - self._last < AGAIN:
+            raise KeyboardInterrupt
+        self._last = now
+        self.stopped = True
+
+    def cancelled(self) -> bool:
+        """What the engine polls."""
+        return self.stopped
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Ctrl-C sets ``stopped`` inside this block; the former handler is restored after it."""
+        self.stopped = False
+        former = signal.signal(signal.SIGINT, lambda *_: self.press())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, former)

@@ -1,0 +1,117 @@
+"""Where text goes: the answer to standard output, everything else to standard error. Knows no model.
+
+On a terminal stderr carries a banner, progress and dim figures; in a pipe only notes, figures and errors.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import click
+
+# C0 and C1 controls but newline and tab: a model's output must not drive the terminal.
+_CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+
+
+def clean(text: str) -> str:
+    """``text`` as a terminal may see it."""
+    return text.translate(_CONTROLS)
+
+
+class Screen:
+    """The two streams and what they can do. ``verbosity``: -1 errors only, 0 normal, 1 more."""
+
+    def __init__(self, verbosity: int = 0) -> None:
+        self.verbosity = verbosity
+        self.tty = sys.stdout.isatty()
+        self.err_tty = sys.stderr.isatty()
+        fancy = not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+        self.color = self.err_tty and fancy
+        self.out_color = self.tty and fancy
+
+    def write(self, text: str) -> None:
+        """A piece of the answer, at once. Raises BrokenPipeError as ``Closed`` for the boundary."""
+        put(sys.stdout, clean(text) if self.tty else text)
+
+    def paint(self, text: str) -> None:
+        """A piece of the answer in green."""
+        self.write(text) if not self.out_color else put(sys.stdout, f"\x1b[32m{clean(text)}\x1b[39m")
+
+    def dim(self, text: str) -> None:
+        """A piece of running side text (thinking) on stderr, without a line end of its own."""
+        text = clean(text) if self.err_tty else text
+        put(sys.stderr, f"\x1b[2m{text}\x1b[0m" if self.color and text else text)
+
+    def line(self, text: str, faint: bool = False) -> None:
+        """One line on stderr; nothing when quiet."""
+        if self.verbosity >= 0:
+            sys.stdout.flush()
+            self.dim(text + "\n") if faint else put(sys.stderr, text + "\n")
+
+    def say(self, text: str) -> None:
+        """A line that was asked for, quiet or not; on stderr."""
+        sys.stdout.flush()
+        put(sys.stderr, (clean(text) if self.err_tty else text) + "\n")
+
+    def note(self, text: str) -> None:
+        """Something the user should know that is not an error."""
+        self.line(f"note: {text}")
+
+    def banner(self, text: str) -> None:
+        """Only where someone is looking."""
+        if self.err_tty:
+            self.line(text, faint=True)
+
+    def detail(self, text: str) -> None:
+        """With -v."""
+        if self.verbosity > 0:
+            self.line(text, faint=True)
+
+    @contextmanager
+    def working(self, text: str) -> Iterator[Working]:
+        """A line that moves while something takes time; on a terminal only, gone afterwards."""
+        if not self.color or self.verbosity < 0:
+            yield Working(None)
+            return
+        from rich.console import Console
+
+        with Console(stderr=True).status(text) as status:
+            yield Working(status)
+
+
+class Working:
+    """Handle on the moving line; does nothing where there is none."""
+
+    def __init__(self, status: Any) -> None:
+        self._status = status
+
+    def update(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(text)
+
+    def stop(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+class Closed(click.exceptions.Exit):
+    """The reader of our output has gone. An Exit, because click turns a BrokenPipeError into exit code 1."""
+
+    def __init__(self) -> None:
+        super().__init__(141)
+
+
+def put(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise Closed from None
+
+
+__all__ = ["Closed", "Screen", "Working", "clean", "put"]
