@@ -18,6 +18,8 @@ from mlx_spec.options import Options, SpeculativeConfig, with_stop
 from mlx_spec.sessions import PromptCache, Session
 from mlx_spec.text import encode_prompt
 
+__all__ = ["Engine", "GenerationResponse", "generate", "load", "make_prompt_cache", "stream_generate"]
+
 Prompt = str | mx.array | Sequence[int]
 ENGINE = "_mlx_spec_engine"  # where a model object keeps its engine; gone after Engine.close
 

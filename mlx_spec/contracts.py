@@ -26,14 +26,14 @@ Progress = Callable[[int, int], None]
 class Draft:
     """What a drafter proposes for one round."""
 
-    tokens: mx.array  # [n-1] int32, a chain; may still be unevaluated
+    tokens: mx.array  # [n-1] integer ids, a chain; may still be unevaluated
     host: tuple[int, ...] | None = None  # the same ids where the drafter knows them without a device read
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
 
 
-NO_DRAFT = Draft(mx.array([], dtype=mx.int32), ())
+NO_DRAFT = Draft(mx.array([], dtype=mx.uint32), ())
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Target(Protocol):
         """Record the outputs of these decoder layers (0-based; repeats allowed; order kept)."""
 
     def forward(self, tokens: mx.array, cache: Cache, taps: Taps | None = None) -> Forward:
-        """Append ``tokens`` [n] int32 to ``cache`` and return all rows."""
+        """Append ``tokens`` [n] integer ids to ``cache`` and return all rows."""
 
     def embed(self, ids: mx.array) -> mx.array:
         """[m] -> [m, D], exactly what enters layer 0 (family scale included)."""
@@ -147,7 +147,7 @@ class Round:
     tokens: tuple[int, ...]  # 1..n of them
     drafted: int  # proposed tokens of this round, 0..n-1
     accepted: int  # of those, kept in the output; never counts the target's own token
-    logprobs: tuple[mx.array, ...]  # [V] each, lazy, of the row that emitted each token
+    logprobs: mx.array | Sequence[mx.array]  # [V] by index, lazy: of the row that emitted each token
     finish: str | None  # "stop" | "length" on the last round
 
 
@@ -168,7 +168,10 @@ class Conversation(Protocol):
     tokens: list[int]  # committed; the last one is the anchor
     start: int  # rows in the cache before tokens[0] (0 unless a foreign prompt cache was handed in)
     cache: Cache
-    taps: Taps | None
+
+    @property
+    def taps(self) -> Taps | None:
+        """What a verify records for the drafter; None while nothing drafts."""
 
     def propose(self, count: int) -> Draft:
         """The drafter's proposal to follow the anchor, ids inside the vocabulary; empty when parked.
@@ -184,7 +187,7 @@ class Chooser(Protocol):
     lazy: bool  # True: user callables are involved, rows are chosen one by one and only while they are emitted
 
     def rows(self, logits: mx.array, history: Sequence[int], draft: mx.array) -> tuple[mx.array, mx.array]:
-        """All rows at once, on device: (tokens [n] int32, logprobs [n, V]). ``history`` is everything committed,
+        """All rows at once, on device: (token ids [n], logprobs [n, V]). ``history`` is everything committed,
         anchor included; row i sees ``history + draft[:i]`` and its token's absolute position is
         ``len(history) + i``."""
 

@@ -170,9 +170,8 @@ class Engine:
             began, sent, done = time.perf_counter(), 0, None
             for done in rounds(request) if ready else ():
                 stats.generated_s = time.perf_counter() - began
-                for row, token in enumerate(done.tokens):
-                    yield self._response(request, done, row, token, emitter.segments[sent])
-                    sent += 1
+                yield from self._responses(request, done, emitter.segments, sent)
+                sent += len(done.tokens)
             if done is None or done.finish is None:
                 yield self._cancelled(request, done, emitter)
 
@@ -187,34 +186,37 @@ class Engine:
             request.stats.notes.append(what)
             return session.prefill(ids, step, request.cancel, progress)
 
-    def _response(self, request: Request, done: Round, row: int, token: int, text: str) -> GenerationResponse:
-        stats = request.stats
-        last = row == len(done.tokens) - 1
-        count = stats.committed - len(done.tokens) + row + 1
-        return GenerationResponse(
-            text=text,
-            token=token,
-            logprobs=done.logprobs[row],
-            from_draft=row < done.accepted,
-            prompt_tokens=stats.prompt_tokens,
-            prompt_tps=stats.prompt_tps,
-            generation_tokens=count,
-            generation_tps=stats.generation_tps,
-            peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=done.finish if last else None,
-            round=done.index,
-            drafted=done.drafted,
-            accepted=done.accepted,
-            lane=stats.lane,
-            stats=stats,
-        )
+    def _responses(
+        self, request: Request, done: Round, segments: Sequence[str], sent: int
+    ) -> Iterator[GenerationResponse]:
+        """One response per token of a round; ``segments[sent]`` is the text of its first."""
+        stats, last = request.stats, len(done.tokens) - 1
+        speed, peak = stats.generation_tps, mx.get_peak_memory() / 1e9
+        for row, token in enumerate(done.tokens):
+            yield GenerationResponse(
+                text=segments[sent + row],
+                token=token,
+                logprobs=done.logprobs[row],
+                from_draft=row < done.accepted,
+                prompt_tokens=stats.prompt_tokens,
+                prompt_tps=stats.prompt_tps,
+                generation_tokens=sent + row + 1,
+                generation_tps=speed,
+                peak_memory=peak,
+                finish_reason=done.finish if row == last else None,
+                round=done.index,
+                drafted=done.drafted,
+                accepted=done.accepted,
+                lane=stats.lane,
+                stats=stats,
+            )
 
     def _cancelled(self, request: Request, done: Round | None, emitter: Emitter) -> GenerationResponse:
-        stats = request.stats
-        index = done.index if done is not None else 0
-        empty = Round(index, (-1,), 0, 0, (mx.array([]),), "cancel")
-        response = self._response(request, empty, 0, -1, emitter.flush())
-        response.generation_tokens = stats.committed
+        committed = request.stats.committed
+        empty = Round(done.index if done is not None else 0, (-1,), 0, 0, [mx.array([])], "cancel")
+        segments = [*emitter.segments, emitter.flush()]
+        response = next(self._responses(request, empty, segments, committed))
+        response.generation_tokens = committed
         return response
 
     def _room(self, ids: Sequence[int], session: Session, options: Options) -> int:

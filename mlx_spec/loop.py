@@ -54,7 +54,7 @@ def _round(request: Request, index: int) -> Round:
     finish, committed = None, False
     talk.cache.begin(width)
     try:
-        block = mx.concatenate([mx.array(talk.tokens[-1:], dtype=mx.int32), draft.tokens])
+        block = mx.concatenate([mx.array(talk.tokens[-1:], dtype=mx.uint32), draft.tokens])
         out = request.target.forward(block, talk.cache, talk.taps)
         ids, picks, logprobs = _choose(request, out.logits, draft)
         for token in walk(ids, picks):
@@ -76,7 +76,7 @@ def _round(request: Request, index: int) -> Round:
         talk.ingest(emitted, features, start)
     except DrafterError as error:
         _fault(request, error)
-    return Round(index, tuple(emitted), len(ids), accepted, tuple(logprobs[: len(emitted)]), finish)
+    return Round(index, tuple(emitted), len(ids), accepted, logprobs, finish)
 
 
 def _propose(request: Request) -> Draft:
@@ -98,15 +98,17 @@ def _fault(request: Request, error: DrafterError) -> None:
     stats.notes.append(what)
 
 
-def _choose(request: Request, logits: mx.array, draft: Draft) -> tuple[Sequence[int], Iterator[int], list[mx.array]]:
-    """(draft ids, the target's pick per row, logprobs per row). A lazy chooser's rows run only as they are pulled."""
+def _choose(
+    request: Request, logits: mx.array, draft: Draft
+) -> tuple[Sequence[int], Iterator[int], mx.array | list[mx.array]]:
+    """(draft ids, the target's pick per row, logprobs by row). A lazy chooser's rows run only as they are pulled."""
     talk, chooser, stats = request.talk, request.chooser, request.stats
     if not chooser.lazy:
         tokens, rows = chooser.rows(logits, talk.tokens, draft.tokens)
         mx.eval(tokens, draft.tokens)
         stats.host_syncs += 1
         picks: list[int] = tokens.tolist()  # type: ignore[assignment]
-        return _ids(draft), iter(picks), [rows[row] for row in range(len(picks))]
+        return _ids(draft), iter(picks), rows
     mx.eval(logits, draft.tokens)
     stats.host_syncs += 1
     ids = _ids(draft)

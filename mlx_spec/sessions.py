@@ -36,6 +36,7 @@ class Session:
         self.cache: Any = target.new_cache()
         self.draft: DraftSession | None = None
         self.draft_window: int | None = None
+        self._last_id = mx.array(target.vocab_size - 1, dtype=mx.uint32)
 
     @classmethod
     def over(cls, entries: Sequence[Any], target: Target, drafter: Drafter | None, taps: Taps | None) -> Session:
@@ -110,7 +111,7 @@ class Session:
         start, kept = self.cache.length, 0
         self.cache.begin(len(rows))
         try:
-            out = self.target.forward(mx.array(rows, dtype=mx.int32), self.cache, self.taps)
+            out = self.target.forward(mx.array(list(rows), dtype=mx.uint32), self.cache, self.taps)
             mx.eval(self.cache.arrays(), [] if out.features is None else out.features)
             kept = len(rows)
         finally:
@@ -130,7 +131,7 @@ class Session:
             self.park()
             raise DrafterError(f"it proposed {len(draft)} tokens where {count} were asked for")
         # An id outside the embedding would read other memory; clamped, it is merely a draft that is not accepted.
-        return Draft(mx.clip(draft.tokens, 0, self.target.vocab_size - 1), draft.host)
+        return Draft(mx.minimum(draft.tokens.astype(mx.uint32), self._last_id), draft.host)
 
     def ingest(self, tokens: Sequence[int], features: mx.array | None, start: int) -> None:
         """Committed rows into the drafter. Raises DrafterError (see ``park``)."""
@@ -177,6 +178,6 @@ class PromptCache(list[Any]):
         """Let the cache hold the last committed token too; the next ``enter`` takes it out again."""
         session = self.session
         if session.tokens and session.cache.length == session.start + len(session.tokens) - 1:
-            session.target.forward(mx.array(session.tokens[-1:], dtype=mx.int32), session.cache)
+            session.target.forward(mx.array(session.tokens[-1:], dtype=mx.uint32), session.cache)
             mx.eval(session.cache.arrays())
         self[:] = session.cache.entries

@@ -26,7 +26,7 @@ class Backend:
 
     def commit(self, kept: Sequence[int]) -> None:
         start, count = self._start, len(kept)
-        if list(kept) != list(range(count)):  # a path through a tree: close the gaps first
+        if kept != range(count):  # a path through a tree: close the gaps first
             rows = mx.array([start + row for row in kept])
             self.entry.keys[..., start : start + count, :] = mx.take(self.entry.keys, rows, axis=2)
             self.entry.values[..., start : start + count, :] = mx.take(self.entry.values, rows, axis=2)

@@ -99,7 +99,7 @@ class DecoderTarget:
         rows, entered = self._embedding(ids).astype(mx.float32), seen[0][0].astype(mx.float32)
         scale = float(((rows * entered).sum() / mx.maximum((rows * rows).sum(), 1e-30)).item())
         error = mx.abs(rows * scale - entered).max() / mx.maximum(mx.abs(entered).max(), 1e-30)
-        if error.item() > 2e-2:
+        if float(error.item()) > 2e-2:  # type: ignore[arg-type]
             raise UnsupportedError(
                 f"{type(self.model).__module__}: what enters layer 0 is not a multiple of the token embedding, "
                 "so a drafter cannot borrow it; use --method ngram"
@@ -114,7 +114,8 @@ def _embedding_path(model: nn.Module) -> str:
     tables = [(path, module) for path, module in found if path.rsplit(".", 1)[-1] not in ("wpe", "embed_positions")]
     if not tables:
         raise UnsupportedError(f"{type(model).__module__}: no token embedding found")
-    return min(tables, key=lambda item: item[0].count("."))[0]
+    path: str = min(tables, key=lambda item: item[0].count("."))[0]
+    return path
 
 
 def _head(model: nn.Module) -> Any:

@@ -47,5 +47,5 @@ def _refuse_nan(folder: Path, model: Any) -> None:
     finite = mx.stack([mx.isfinite(array).all() for _, array in flat])
     if finite.all().item():
         return
-    named = [path for (path, _), good in zip(flat, finite.tolist(), strict=True) if not good]
+    named = [path for index, (path, _) in enumerate(flat) if not finite[index].item()]
     raise CheckpointError(f"{folder}: {named[0]} holds values that are not finite numbers; pull the model again")

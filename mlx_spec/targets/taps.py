@@ -17,8 +17,8 @@ Sink = Callable[[Any, Any], None]  # (first argument, output) of a layer call
 
 
 @lru_cache(maxsize=None)
-def _tapped(kind: type) -> type:
-    class Tapped(kind):  # type: ignore[misc]
+def _tapped(kind: Any) -> Any:
+    class Tapped(kind):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             out = super().__call__(*args, **kwargs)
             first = args[0] if args else next(iter(kwargs.values()), None)
@@ -35,7 +35,8 @@ def attach(layer: Any, sink: Sink) -> None:
     if "_tap_sinks" not in layer.__dict__:
         # Not through Module.__setattr__: a list there would become a child of the module.
         object.__setattr__(layer, "_tap_sinks", [])
-        layer.__class__ = _tapped(type(layer))
+        kind: Any = type(layer)
+        layer.__class__ = _tapped(kind)
     layer.__dict__["_tap_sinks"].append(sink)
 
 
@@ -80,7 +81,8 @@ class LayerTaps:
 
     def join(self, recorded: dict[int, mx.array]) -> mx.array:
         """[n, k*D], in the order asked for."""
-        return mx.concatenate([recorded[index][0] for index in self.layers], axis=-1)
+        rows = [recorded[index][0] for index in self.layers]
+        return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=-1)
 
     def close(self) -> None:
         """Restore the layers. Closing twice does nothing."""
