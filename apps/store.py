@@ -292,8 +292,8 @@ def _private_file(path: Path) -> None:
 def _statements(script: str) -> Iterator[str]:
     """One statement at a time: ``executescript`` would end the transaction that makes a migration atomic."""
     statement = ""
-    for line in script.splitlines(keepends=True):
-        statement += line
+    for part in script.split(";")[:-1]:
+        statement += part + ";"
         if sqlite3.complete_statement(statement):
             yield statement
             statement = ""
