@@ -182,14 +182,25 @@ def _ids(engine: Engine, prompt: Prompt) -> list[int]:
     return ids
 
 
+# mlx-lm's options without effect here, with the value that asks for nothing; ANY: every value does.
+ANY = object()
+NO_EFFECT: dict[str, Any] = {
+    "max_kv_size": None,
+    "kv_bits": None,
+    "kv_group_size": ANY,
+    "quantized_kv_start": ANY,
+    "input_embeddings": None,
+    "stream": None,
+}
+
+
 def _refuse(given: dict[str, Any]) -> None:
-    defaults = {"max_kv_size": None, "kv_bits": None, "kv_group_size": 64, "input_embeddings": None}
-    defaults |= {"quantized_kv_start": given.get("quantized_kv_start"), "stream": given.get("stream")}
     for name, value in given.items():
-        if name not in defaults:
+        if name not in NO_EFFECT:
             raise OptionError(f"stream_generate has no option {name!r}")
-        if value is not None and value != defaults[name]:
-            raise UnsupportedError(f"{name}={value!r} is not supported in this version; leave it out or use mlx-lm")
+        if value is not None and NO_EFFECT[name] is None:
+            shown = value if isinstance(value, (int, str)) else type(value).__name__
+            raise UnsupportedError(f"{name}={shown} is not supported in this version; leave it out or use mlx-lm")
 
 
 def _quiet(done: int, total: int) -> None:
