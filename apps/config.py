@@ -106,7 +106,7 @@ KEYS: dict[str, Key] = {
         Key("fallback", "switch", False, "Go on without drafts when the drafter fails, and say so.", "--fallback"),
         Key("think", "choice", "auto", "The template's thinking switch; auto: the model's own default.", "--think",
             choices=("auto", "on", "off")),
-        Key("show_thinking", "switch", True, "Show thinking as it comes; off: only how long it took.",
+        Key("show_thinking", "switch", None, "Show thinking, not only how long it took. Default: on a terminal.",
             "--show-thinking"),
         Key("markdown", "switch", True, "Render markdown on a terminal.", "--markdown"),
         Key("stats", "switch", True, "The line of figures after each answer.", "--stats"),

@@ -77,6 +77,7 @@ class Engine:
         self.drafter: Drafter | None = None
         self.reason = reason
         self.taps: Any = None
+        self.folder: Path | None = None  # where ``load`` found the target
         self._exact: dict[tuple[int, ...], int | None] = {}
         self.use(drafter, reason)
 
@@ -99,8 +100,9 @@ class Engine:
         """
         model, tokenizer, config, folder = load_target(name, **mlx_lm_options)
         engine = cls(model, tokenizer, config)
+        engine.folder = folder
         try:
-            engine.use(*choose(draft, speculative or SpeculativeConfig(), folder))
+            engine.redraft(draft, speculative)
         except MlxSpecError as error:
             if not fallback:
                 engine.close()
@@ -116,6 +118,12 @@ class Engine:
         if self.taps is not None:
             self.taps.close()
         self.taps, self.drafter, self.reason = taps, drafter, reason
+
+    def redraft(self, draft: str | Path | Drafter | None, speculative: SpeculativeConfig | None = None) -> None:
+        """Choose a drafter anew, by the rules of ``load``. Where that raises, the former one stays."""
+        if self.folder is None:
+            raise OptionError("this engine was not made by Engine.load; hand a drafter to Engine.use")
+        self.use(*choose(draft, speculative or SpeculativeConfig(), self.folder))
 
     @property
     def lane(self) -> str:

@@ -51,17 +51,19 @@ def chat(continue_: bool, **flags: Any) -> None:
 
     from mlx_spec.apps.cli.opening import open_engine
     from mlx_spec.apps.cli.talk import Talk
+    from mlx_spec.apps.cli.terminal import quiet
 
-    opened = open_engine(settings, config, screen, flags["yes"], named or None)
-    talk = Talk(opened, settings, store if settings["history"] else None)
-    chat_ = Chat(talk, settings, screen, flags["yes"])
-    if store is not None and kept is not None:
-        talk.restore(store, kept.id)
-        screen.line(f"continuing {kept.title!r}, {kept.count} messages", faint=True)
-    if piped is not None:
-        chat_.one(piped)
-    else:
-        chat_.loop()
+    with quiet():
+        opened = open_engine(settings, config, screen, flags["yes"], named or None)
+        talk = Talk(opened, settings, store if settings["history"] else None)
+        chat_ = Chat(talk, settings, screen, flags["yes"])
+        if store is not None and kept is not None:
+            talk.restore(store, kept.id)
+            screen.line(f"continuing {kept.title!r}, {kept.count} messages", faint=True)
+        if piped is not None:
+            chat_.one(piped)
+        else:
+            chat_.loop()
 
 
 class Chat:

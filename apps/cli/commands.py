@@ -29,7 +29,7 @@ def command(names: str, args: str = "", words: Iterable[str] | Words = ()) -> Ca
 
     def register(run: Run) -> Run:
         follow: Words = words if callable(words) else lambda chat, before, fixed=tuple(words): () if before else fixed
-        found = Command(tuple(names.split()), args, (run.__doc__ or "").strip(), run, follow)
+        found = Command(tuple(names.split()), args, " ".join((run.__doc__ or "").split()), run, follow)
         ALL.update(dict.fromkeys(found.names, found))
         return run
 

@@ -4,12 +4,15 @@ because BLAS must be prepared before mlx is imported."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import click
 
 from mlx_spec.apps.cli.output import Screen
+from mlx_spec.apps.cli.terminal import cooked
 from mlx_spec.apps.config import Settings
 from mlx_spec.errors import OptionError
 from mlx_spec.options import SpeculativeConfig
@@ -30,21 +33,31 @@ class Opened:
 
 
 def open_engine(
-    settings: Settings, config: SpeculativeConfig, screen: Screen, yes: bool = False, model: str | None = None
+    settings: Settings,
+    config: SpeculativeConfig,
+    screen: Screen,
+    yes: bool = False,
+    model: str | None = None,
+    ready: Callable[[], None] = lambda: None,
 ) -> Opened:
-    """Load the model that was named (``model``, else the setting, else a choice that one line explains)."""
+    """Load the model that was named (``model``, else the setting, else a choice that one line explains).
+
+    ``ready`` is called when the files are here and memory is about to be needed.
+    """
     from mlx_spec import blas
     from mlx_spec.apps import models
 
     report = blas.prepare(settings["blas"])
     if report.advice:
         screen.note(report.advice)
+    screen.detail(f"blas {report.name}: {report.detail}")
     name = model or settings["model"] or choose(screen, yes)
     asking = Asking(screen, yes)
     with screen.working(f"loading {name}") as working:
         from mlx_spec.api import Engine
 
         paths = models.ensure(name, ask=asking.within(working), progress=working.update)
+        ready()
         partner = paths.draft or "auto"
         draft = "auto" if config.method is not None or config.model is not None else partner
         engine = Engine.load(
@@ -53,6 +66,8 @@ def open_engine(
             speculative=config,
             fallback=settings["fallback"],
         )
+    if Path(name).is_dir():
+        name = str(Path(name).resolve())  # so that `chat -c` finds it from any folder
     return Opened(engine, name, config, paths.target, partner, dict(paths.template_kwargs))
 
 
@@ -94,7 +109,8 @@ def _can_ask() -> bool:
 
 
 def _confirm(question: str) -> bool:
-    return click.confirm(question, default=True, err=True)
+    with cooked():
+        return click.confirm(question, default=True, err=True)
 
 
 __all__ = ["SMALL", "Opened", "choose", "open_engine"]

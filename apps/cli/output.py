@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -74,28 +75,49 @@ class Screen:
     @contextmanager
     def working(self, text: str) -> Iterator[Working]:
         """A line that moves while something takes time; on a terminal only, gone afterwards."""
-        if not self.color or self.verbosity < 0:
-            yield Working(None)
-            return
-        from rich.console import Console
-
-        with Console(stderr=True).status(text) as status:
-            yield Working(status)
+        working = Working(text, self.color and self.verbosity >= 0)
+        try:
+            yield working
+        finally:
+            working.stop()
 
 
 class Working:
-    """Handle on the moving line; does nothing where there is none."""
+    """The moving line. It appears after ``DELAY``, so that quick work does not flicker."""
 
-    def __init__(self, status: Any) -> None:
-        self._status = status
+    DELAY = 0.4  # seconds
+
+    def __init__(self, text: str, visible: bool) -> None:
+        self._text = text
+        self._status: Any = None
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(self.DELAY, self._appear)
+        self._timer.daemon = True
+        self._over = not visible
+        if visible:
+            self._timer.start()
+
+    def _appear(self) -> None:
+        from rich.console import Console
+
+        with self._lock:
+            if not self._over:
+                self._status = Console(stderr=True).status(self._text)
+                self._status.start()
 
     def update(self, text: str) -> None:
-        if self._status is not None:
-            self._status.update(text)
+        with self._lock:
+            self._text = text
+            if self._status is not None:
+                self._status.update(text)
 
     def stop(self) -> None:
-        if self._status is not None:
-            self._status.stop()
+        self._timer.cancel()
+        with self._lock:
+            self._over = True
+            if self._status is not None:
+                self._status.stop()
+                self._status = None
 
 
 class Closed(click.exceptions.Exit):

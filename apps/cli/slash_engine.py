@@ -10,7 +10,7 @@ from mlx_spec.apps.cli.commands import command
 from mlx_spec.apps.cli.config import shown
 from mlx_spec.apps.cli.options import known_models, methods
 from mlx_spec.apps.config import KEYS
-from mlx_spec.errors import OptionError
+from mlx_spec.errors import MlxSpecError, OptionError
 
 # What may change inside a chat; the rest is decided when a model is loaded.
 SETTABLE = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "width", "draft_window", "exactness",
@@ -79,13 +79,17 @@ def _model(chat: Any, rest: str) -> None:
     if not rest:
         _info(chat)
         return
+    talk, former = chat.talk, chat.talk.opened
     try:
-        opened = open_engine(chat.settings, SpeculativeConfig(), chat.screen, chat.yes, rest)
-    except KeyboardInterrupt:
-        chat.screen.say(f"stopped; still {chat.talk.opened.name}")
-        return
-    chat.talk.engine.close()
-    chat.talk.switch(opened)
+        opened = open_engine(chat.settings, SpeculativeConfig(), chat.screen, chat.yes, rest, talk.release)
+    except (MlxSpecError, KeyboardInterrupt) as error:
+        if talk.opened is None:  # memory for two may not be there, so the former model had to go first
+            talk.switch(open_engine(chat.settings, former.config, chat.screen, chat.yes, former.name))
+        if isinstance(error, MlxSpecError):
+            raise
+        chat.screen.say("stopped")
+    else:
+        talk.switch(opened)
     _info(chat)
 
 

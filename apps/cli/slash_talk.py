@@ -14,6 +14,7 @@ from typing import Any
 from mlx_spec.apps.cli.commands import command
 from mlx_spec.apps.cli.editor import PATHS
 from mlx_spec.apps.cli.output import put
+from mlx_spec.apps.cli.terminal import cooked
 from mlx_spec.apps.store import Message, Store
 from mlx_spec.errors import OptionError
 
@@ -60,7 +61,8 @@ def _edit(chat: Any, rest: str) -> None:
     before = list(talk.messages)
     last = talk.undo() or ""
     try:
-        text = click.edit(last, extension=".md")
+        with cooked():
+            text = click.edit(last, extension=".md")
     except click.ClickException as error:
         talk.messages = before
         raise OptionError(f"the editor failed: {error.format_message()}") from error

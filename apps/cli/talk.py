@@ -32,14 +32,19 @@ class Talk:
         self.conversation: int | None = None
         self.switch(opened)
 
+    def release(self) -> None:
+        """Let go of the model's memory; ``switch`` follows."""
+        self.engine.close()
+        self.opened = self.session = None
+
     def switch(self, opened: Opened) -> None:
         """Go on with another model; the messages stay."""
-        self.opened = opened
+        self.opened: Any = opened
         self.reopen()
 
     def reopen(self) -> None:
         """A new engine session: after a change of model or drafter, or for a new conversation."""
-        self.session = self.engine.session()
+        self.session: Any = self.engine.session()
         self.plain_tps: float | None = None
         self.last: tuple[list[int], Options] | None = None  # prompt and options of the last answer
 
@@ -50,7 +55,7 @@ class Talk:
     def redraft(self, name: str) -> None:
         """Draft with "auto", "off", a method, a folder or a hub id from now on. Raises what choosing a drafter can."""
         draft = {"off": "plain", "none": "plain", "auto": self.opened.draft}.get(name, name)
-        self.engine.choose(draft, self.opened.target)
+        self.engine.redraft(draft)
         self.opened.config = replace(self.opened.config, num_speculative_tokens=None, draft_window=None)
         self.reopen()
 
