@@ -67,7 +67,7 @@ def drafter_config(
         "num_target_layers": target_layers,
         "layer_types": list(layer_types or (FULL,) * layers),
         "sliding_window": window,
-        "use_sliding_window": False,
+        "use_sliding_window": window is not None,
         "max_window_layers": layers,
         "torch_dtype": "bfloat16",
         "dflash_config": inner | {key: value for key, value in extra.items() if value is not None},
