@@ -105,6 +105,7 @@ class Chat:
                 continue
             except EOFError:
                 return
+            self.interrupts.forget()
             try:
                 if text.startswith("/"):
                     if run(self, text):

@@ -26,6 +26,10 @@ class Interrupts:
         self._last = now
         self.stopped = True
 
+    def forget(self) -> None:
+        """The user went on: the next press is a first one."""
+        self._last = float("-inf")
+
     def cancelled(self) -> bool:
         """What the engine polls."""
         return self.stopped
