@@ -4,6 +4,7 @@
 # make test-parity side by side with pinned peers, in an environment of its own
 # make lint        style and types alone
 # make bench-blas  float32 products under every BLAS installed here
+# make bench-host  the loop's own time a round, beside peers' loops
 # make clean       remove what these made
 #
 # Needs Python >= 3.11 with pip. PYTHON=... chooses the interpreter that the environments are made with.
@@ -11,7 +12,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help chat test test-full test-parity lint bench-blas clean
+.PHONY: help chat test test-full test-parity lint bench-blas bench-host clean
 
 VENV := .venv
 PARITY_VENV := .venv-parity
@@ -73,6 +74,9 @@ test-parity: $(VENV)/.dev $(PARITY_VENV)/.installed
 bench-blas: $(VENV)/.installed
 	@$(BIN)/python benchmarks/blas.py $(ARGS)
 
+bench-host: .peers/.installed
+	@PYTHONPATH=tests:.peers $(BIN)/python benchmarks/host_cost.py $(ARGS)
+
 clean:
-	@rm -rf $(VENV) $(PARITY_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf $(VENV) $(PARITY_VENV) .peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
