@@ -1,0 +1,246 @@
+"""``mlx-spec generate`` and its neighbours as people call them; what fails early is run in this process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_spec.apps import cli
+
+COMMAND = str(Path(sys.executable).with_name("mlx-spec"))
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(cli_env: dict[str, str]) -> Run:
+    def start(*args: str, stdin: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+        source: dict[str, Any] = {"input": stdin} if stdin is not None else {"stdin": subprocess.DEVNULL}
+        return subprocess.run(
+            [COMMAND, *args], capture_output=True, text=True, env=cli_env | env, timeout=120, **source
+        )
+
+    return start
+
+
+@pytest.fixture
+def here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Run in this process: (exit code, stderr)."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name, place in (("XDG_DATA_HOME", "data"), ("XDG_CONFIG_HOME", "config"), ("HF_HUB_OFFLINE", "1")):
+        monkeypatch.setenv(name, str(tmp_path / place) if name.startswith("XDG") else place)
+    monkeypatch.delenv("MLX_SPEC_DEBUG", raising=False)
+
+    def start(*args: str) -> tuple[int, str]:
+        code = cli.run(args)
+        return code, capsys.readouterr().err
+
+    return start
+
+
+def errors_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+def test_text_figures_and_json_agree(run: Run, tiny_folder: Path) -> None:
+    base = ["generate", "-m", str(tiny_folder), "--blas", "bundled", "--max-tokens", "24", "--width", "4"]
+    plain = run(*base, "-p", "hello", "--method", "plain")
+    assert plain.returncode == 0, plain.stderr
+    assert "lane plain (" in plain.stderr
+    assert "\x1b" not in plain.stdout + plain.stderr
+
+    done = run(*base, "-p", "hello", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    assert list(found) == ["text", "tokens", "finish_reason", "usage", "timings", "mlx_spec"]
+    assert found["text"] == plain.stdout.removesuffix("\n") or found["text"] == plain.stdout
+    assert found["finish_reason"] == "length"
+    assert len(found["tokens"]) == found["usage"]["completion_tokens"] == 24
+    usage, timings, ours = found["usage"], found["timings"], found["mlx_spec"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 24
+    assert timings["predicted_n"] == 24
+    assert (timings["draft_n"], timings["draft_n_accepted"]) == (ours["drafted"], ours["accepted"])
+    assert ours["lane"] == "ngram"
+    assert ours["blas"] == "bundled"
+    assert len(ours["widths"]) == ours["rounds"] == len(ours["accepted_per_round"])
+    assert ours["accepted"] + ours["rounds"] == 24
+
+    lines = run(*base, "-p", "-", "--jsonl", "--stats", stdin="hello\n")
+    *events, last = map(json.loads, lines.stdout.splitlines())
+    assert [event["token"] for event in events] == found["tokens"] == last["tokens"]
+    assert "".join(event["text"] for event in events) == found["text"]
+    assert {event["type"] for event in events} == {"token"}
+    assert last["type"] == "done"
+    assert set(found) | {"type"} == set(last)
+    assert "tok/s" in lines.stderr, "--stats shows the line beside JSON too"
+
+
+def test_pipes_settings_and_ctrl_c(run: Run, cli_env: dict[str, str], tiny_folder: Path) -> None:
+    base = ["generate", "-m", str(tiny_folder), "--blas", "bundled", "--json"]
+    ids = json.loads(run(*base, "-p", "sum up", stdin="some notes\n", MLX_SPEC_MAX_TOKENS="3").stdout)
+    assert ids["usage"]["prompt_tokens"] == len("[user]some notes\n\nsum up\n[assistant]")
+    assert ids["usage"]["completion_tokens"] == 3
+
+    head = f"{COMMAND} generate -m {tiny_folder} -p hello --max-tokens 300 --no-stats | head -c 5"
+    piped = subprocess.run(["bash", "-c", f"set -o pipefail; {head}"], capture_output=True, env=cli_env, timeout=120)
+    assert piped.returncode == 141
+    assert b"Error" not in piped.stderr
+    assert b"error" not in piped.stderr
+
+    words = [COMMAND, "generate", "-m", str(tiny_folder), "-p", "hello", "--max-tokens", "-1", "--jsonl"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=cli_env) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read().splitlines()
+        code = process.wait()
+    assert code == 130
+    last = json.loads(rest[-1])
+    assert (last["type"], last["finish_reason"]) == ("done", "cancel")
+    assert last["tokens"][0] == json.loads(first)["token"]
+    assert len(last["tokens"]) == last["usage"]["completion_tokens"] == len(rest)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["generate", "-p", "x", "--json", "--jsonl"], "--json and --jsonl"),
+        (["generate", "-p", "x", "--raw", "--system", "s"], "--raw and --system"),
+        (["generate", "-p", "x", "-v", "-q"], "--verbose and --quiet"),
+        (["generate", "-p", "x", "--method", "plain", "--draft", "a/b"], "--method plain and --draft a/b"),
+        (["generate", "-p", "x", "--method", "guess"], "must be one of dflash, ngram, plain"),
+        (["generate", "-p", "x", "--speculative-config", '{"metod": "ngram"}'], "unknown option 'metod'"),
+        (["generate", "-p", "x", "--speculative-config", '{"num_speculative_tokens": 0}'], "num_speculative_tokens"),
+        (["generate", "-p", "x", "--temp", "-1"], "--temp must be a number from 0"),
+        (["generate", "-p", "x", "--width", "0"], "--width must be a whole number"),
+        (["generate", "-p", "x", "--exactness", "very"], "--exactness must be one of fast, exact, stock"),
+        (["generate", "-p", "x", "--wdth", "4"], "No such option"),
+        (["generate", "-p", "   "], "the prompt is empty"),
+        (["generate", "-p", "\udcff"], "not UTF-8"),
+        (["chatt"], "no such command 'chatt'"),
+        (["config", "get", "tmperature"], "unknown setting 'tmperature'"),
+        (["config", "set", "seed", "x"], "seed must be a whole number"),
+        (["completion", "show", "tcsh"], "tcsh"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_2(args: list[str], words: str, here: Callable[..., tuple[int, str]]) -> None:
+    code, text = here(*args)
+    assert code == 2
+    assert text.count("\n") == 1
+    assert text.startswith("error: ")
+    assert words in text
+
+
+def spoil(folder: Path, tiny: Path, kind: str) -> Path:
+    """A copy of the tiny model with one thing wrong."""
+    if kind == "nowhere":
+        return folder / "nowhere"
+    copy = Path(shutil.copytree(tiny, folder / kind))
+    if kind == "no weights":
+        (copy / "model.safetensors").unlink()
+    elif kind == "no config":
+        (copy / "config.json").unlink()
+    elif kind == "half a file":
+        data = (copy / "model.safetensors").read_bytes()
+        (copy / "model.safetensors").write_bytes(data[: len(data) // 2])
+    elif kind == "a missing shard":
+        index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+        (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif kind == "not a number":
+        weights = dict(mx.load(str(copy / "model.safetensors")))
+        weights["model.norm.weight"] = weights["model.norm.weight"] * float("nan")
+        mx.save_safetensors(str(copy / "model.safetensors"), weights, {"format": "mlx"})
+    elif kind == "unknown family":
+        config = json.loads((copy / "config.json").read_text()) | {"model_type": "flying_carpet"}
+        (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        ("nowhere", 3),
+        ("no weights", 1),
+        ("no config", 1),
+        ("half a file", 1),
+        ("a missing shard", 1),
+        ("not a number", 1),
+        ("unknown family", 1),
+    ],
+)
+def test_a_model_that_is_not_right_is_one_line(
+    kind: str, code: int, here: Callable[..., tuple[int, str]], tiny_folder: Path, tmp_path: Path
+) -> None:
+    found, text = here("generate", "-p", "x", "-m", str(spoil(tmp_path, tiny_folder, kind)))
+    assert len(errors_of(text)) == 1, text
+    assert text.endswith(errors_of(text)[0] + "\n"), text
+    assert found == code, text
+    assert "fault of mlx-spec" not in text
+
+
+def test_no_network_and_a_long_prompt(here: Callable[..., tuple[int, str]], tiny_folder: Path) -> None:
+    code, text = here("generate", "-p", "x", "-m", "nobody/nothing-here")
+    assert code == 3
+    assert "nobody/nothing-here" in errors_of(text)[0]
+    code, text = here("generate", "-p", "x" * 5000, "-m", str(tiny_folder))
+    assert code == 1
+    assert "4096" in errors_of(text)[0]
+
+
+def test_debug_shows_where(here: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Traceback" in here("generate", "-p", "x", "--temp", "-1", "--debug")[1]
+    monkeypatch.setenv("MLX_SPEC_DEBUG", "1")
+    assert "Traceback" in here("generate", "-p", "x", "--temp", "-1")[1]
+
+
+def test_config_and_completion(run: Run, tmp_path: Path) -> None:
+    """Nothing here imports mlx, so each start is quick."""
+    path = tmp_path / "home/.config/mlx-spec/config.toml"
+    assert run("config", "path").stdout.strip() == str(path)
+    assert run("config", "set", "width", "2,4").returncode == 0
+    assert run("config", "get", "width", MLX_SPEC_TOP_P="0.5").stdout == "2,4\n"
+    listed = run("config", "list", MLX_SPEC_TOP_P="0.5").stdout
+    assert "0.5       environment" in listed
+    assert run("config", "unset", "width").returncode == 0
+    assert path.read_text().strip() == ""
+    assert run("--version").stdout.startswith("mlx-spec, version ")
+    script = run("completion", "show", "zsh")
+    assert "_MLX_SPEC_COMPLETE=zsh_complete" in script.stdout
+    words = run(_MLX_SPEC_COMPLETE="bash_complete", COMP_WORDS="mlx-spec generate --meth", COMP_CWORD="2").stdout
+    assert words == "plain,--method\n"
+    words = run(_MLX_SPEC_COMPLETE="bash_complete", COMP_WORDS="mlx-spec generate --method n", COMP_CWORD="3").stdout
+    assert words == "plain,ngram\n"
+
+
+@pytest.mark.full
+def test_completion_is_installed_once(run: Run, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert run("completion", "install", "zsh").returncode == 0
+    rc = (tmp_path / "home/.zshrc").read_text()
+    assert rc.count("mlx-spec") == 1 + rc.count("# mlx-spec completion")
+    assert (tmp_path / "home/.config/mlx-spec/completion.zsh").is_file()
+    assert run("completion", "install", "fish").returncode == 0
+    assert (tmp_path / "home/.config/fish/completions/mlx-spec.fish").is_file()
+
+
+def test_no_heavy_import_before_the_blas_is_chosen() -> None:
+    """Importing the commands and settling their flags leaves mlx alone."""
+    code = """
+import sys
+import mlx_spec.apps.cli.chat, mlx_spec.apps.cli.generate, mlx_spec.blas
+from mlx_spec.apps.cli import options
+options.settle({"method": options.methods()[0]})
+sys.exit("mlx.core" in sys.modules or "transformers" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
