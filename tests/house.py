@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "policy": {"costs", "stats"},
     "measure": {"costs", "stats"},
     "targets": {"caches", "kernels", "hub"},
-    "drafters": {"caches", "costs", "kernels", "hub", "targets", "options"},
+    "drafters": {"caches", "costs", "kernels", "hub", "folders", "targets", "options"},
     "caches": LEAVES,
     "kernels": LEAVES,
     "convert": BELOW_API | {"api"},

@@ -267,11 +267,11 @@ def test_pairs_without_a_stated_layer_count_are_checked_by_taps_and_mask(tmp_pat
 
 def test_folders_that_are_something_else(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model")
-    with pytest.raises(CheckpointError, match="full language model"):
+    with pytest.raises(PairError, match="is a language model"):
         drafters.load("dflash", model)
-    with pytest.raises(CheckpointError, match="full language model"):
+    with pytest.raises(PairError, match="is a language model"):
         drafters.detect(model)
-    with pytest.raises(ModelNotFoundError, match="no folder"):
+    with pytest.raises(ModelNotFoundError, match="does not exist"):
         drafters.load("dflash", tmp_path / "nowhere")
     with pytest.raises(OptionError, match="needs a drafter checkpoint"):
         drafters.load("dflash")
@@ -279,13 +279,11 @@ def test_folders_that_are_something_else(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         drafters.load("dflash", tmp_path / "empty")
     eagle = write_drafter(tmp_path / "eagle", {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 1}, {})
-    with pytest.raises(UnsupportedError, match="EAGLE"):
+    with pytest.raises(UnsupportedError, match="EAGLE drafter, which no method here reads"):
         drafters.detect(eagle)
     config = drafter_config(architectures=["DFlash2DraftModel"])
     with pytest.raises(UnsupportedError, match="DFlash2"):
         drafters.load("dflash", write_drafter(tmp_path / "two", config, drafter_weights(config)))
-    assert drafters.is_drafter(config)
-    assert not drafters.is_drafter(json.loads((model / "config.json").read_text()))
 
 
 def test_incomplete_and_broken_files(tmp_path: Path) -> None:
@@ -301,17 +299,17 @@ def test_incomplete_and_broken_files(tmp_path: Path) -> None:
             drafters.load("dflash", folder)
     folder = copy("no weights")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
+    with pytest.raises(CheckpointError, match="no weights"):
         drafters.load("dflash", folder)
     folder = copy("half")
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=r"has .* bytes|cut short"):
         drafters.load("dflash", folder)
     folder = copy("shards")
     index = {"weight_map": {"fc.weight": "model-00001-of-00002.safetensors", "norm.weight": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="lacks model-00001-of-00002"):
+    with pytest.raises(CheckpointError, match=r"half-downloaded.*model-00001-of-00002"):
         drafters.load("dflash", folder)
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mlx_spec.drafters._formats import describe, is_drafter, read_config
-from mlx_spec.errors import CheckpointError, OptionError, UnsupportedError
+from mlx_spec.errors import OptionError, UnsupportedError
+from mlx_spec.folders import drafter_format, read_config, refuse_target
 
 if TYPE_CHECKING:
     from mlx_spec.contracts import Drafter
@@ -51,17 +51,17 @@ def load(method: str, source: Path | None = None, settings: Mapping[str, Any] | 
 def detect(folder: Path) -> str:
     """The method that reads the checkpoint in ``folder``.
 
-    Raises ModelNotFoundError or CheckpointError where there is no readable config.json or where it is no drafter,
-    UnsupportedError where no method here reads it; the message says what the checkpoint is.
+    Raises ModelNotFoundError, CheckpointError (no readable config.json), PairError (a language model) and
+    UnsupportedError (a drafter that no method here reads); the message says what the checkpoint is.
     """
     config = read_config(folder)
+    refuse_target(config, folder)
     for name in names():
         reads = getattr(resolve(name), "reads", None)
         if reads is not None and reads(config):
             return name
-    if not is_drafter(config):
-        raise CheckpointError(f"{folder} holds {describe(config)}, not a drafter; name the drafter made for it")
-    raise UnsupportedError(f"{folder} holds {describe(config)}, which no method here reads ({', '.join(names())})")
+    known = ", ".join(names())
+    raise UnsupportedError(f"{folder} is a {drafter_format(config)} drafter, which no method here reads ({known})")
 
 
-__all__ = ["describe", "detect", "is_drafter", "load", "names", "read_config", "resolve"]
+__all__ = ["detect", "load", "names", "resolve"]

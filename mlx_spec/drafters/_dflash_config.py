@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_spec.drafters._dflash_rope import Rope, parse_rope
-from mlx_spec.drafters._formats import nested
 from mlx_spec.errors import CheckpointError, UnsupportedError
 
 Config = Mapping[str, Any]
@@ -55,6 +54,12 @@ NESTED = {
     *("use_swa", "swa_window_size", "final_logit_softcapping", "input_embedding_scale", "output_multiplier"),
     *("draft_vocab_size", "target_hidden_size", "is_neox_style", "rope_is_neox_style"),
 }
+
+
+def nested(config: Config) -> Config:
+    """The ``dflash_config`` object, empty where there is none."""
+    inner = config.get("dflash_config")
+    return inner if isinstance(inner, Mapping) else {}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from mlx.utils import tree_flatten
 from mlx_spec.drafters._dflash_config import DFlashConfig
 from mlx_spec.drafters._dflash_model import DFlashModel
 from mlx_spec.errors import CheckpointError, PairError
+from mlx_spec.folders import FolderInfo
 
-INDEX = "model.safetensors.index.json"
 # Prefixes of other writers -> z-lab's, applied in this order.
 ALIASES = (
     ("model.", ""),
@@ -29,13 +28,14 @@ ALIASES = (
 Weights = dict[str, mx.array]
 
 
-def load_weights(folder: Path, config: DFlashConfig, swa_causal: str) -> DFlashModel:
-    """The model with the folder's weights, evaluated, in the checkpoint's dtype (float32 where MLX computes on a CPU).
+def load_weights(source: FolderInfo, config: DFlashConfig, swa_causal: str) -> DFlashModel:
+    """The model with a checked folder's weights, evaluated, in the checkpoint's dtype (float32 where a CPU computes).
 
     Raises CheckpointError naming the missing, unknown, misshapen or non-finite tensors, PairError where ``fc`` was made
     for another number of taps.
     """
-    weights = _split_qkv(_renamed(folder, _read(folder)), config)
+    folder = source.path
+    weights = _split_qkv(_renamed(folder, _read(source.weights)), config)
     model = DFlashModel(config, swa_causal)
     if config.quantization is not None:
         _quantize(model, config.quantization, weights)
@@ -59,33 +59,16 @@ def _quantize(model: DFlashModel, quantization: dict[str, Any], weights: Weights
     nn.quantize(model, class_predicate=chosen, **options)
 
 
-def _read(folder: Path) -> Weights:
+def _read(files: Iterable[Path]) -> Weights:
     weights: Weights = {}
-    for path in _files(folder):
+    for path in files:
         try:
             tensors: Any = mx.load(str(path))
             mx.eval(tensors)
-        except (RuntimeError, ValueError, FileNotFoundError) as error:
+        except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); download it again") from error
         weights |= tensors
     return weights
-
-
-def _files(folder: Path) -> list[Path]:
-    """The shards that the index names, else ``model*.safetensors``, else every safetensors file."""
-    if (folder / INDEX).is_file():
-        try:
-            names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{folder / INDEX} is not a weight index ({error}); download it again") from error
-        paths = [folder / name for name in sorted(names)]
-    else:
-        paths = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
-    absent = [path.name for path in paths if not path.is_file()]
-    if absent or not paths:
-        what = f"lacks {', '.join(absent)}" if absent else "has a config.json but no *.safetensors file"
-        raise CheckpointError(f"{folder} {what}; the download is incomplete, fetch it again")
-    return paths
 
 
 def _renamed(folder: Path, weights: Weights) -> Weights:

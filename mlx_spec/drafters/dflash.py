@@ -17,10 +17,12 @@ from mlx_spec.drafters._dflash_config import DFlashConfig
 from mlx_spec.drafters._dflash_context import SLACK
 from mlx_spec.drafters._dflash_model import DFlashModel
 from mlx_spec.drafters._dflash_weights import load_weights
-from mlx_spec.drafters._formats import DFLASH, LANGUAGE_MODEL, describe, of_dflash_family, read_config
 from mlx_spec.drafters._settings import check_settings
-from mlx_spec.errors import CheckpointError, DrafterError, OptionError, PairError, UnsupportedError
+from mlx_spec.errors import DrafterError, OptionError, PairError, UnsupportedError
+from mlx_spec.folders import check_drafter, drafter_format
 
+# DFlash and its relatives (names of folders.DRAFTERS): ``load`` names the key of a relative that is not implemented.
+FORMATS = ("DFlash", "DFlash2", "DFlash successor", "DFly", "DeepSpec", "speculators")
 SETTINGS = ("draft_window", "draft_swa_causal")
 PADDING = 512  # rows by which two sizes of one vocabulary may differ, being padded to different multiples
 PENDING = 64  # context rows that may wait unevaluated while nothing is proposed
@@ -136,8 +138,8 @@ class DFlashSession:
 
 
 def reads(config: Mapping[str, Any]) -> bool:
-    """DFlash and its relatives; ``load`` names the key of a relative that is not implemented."""
-    return of_dflash_family(config)
+    """Whether this config.json is for ``load``, if only to be told by key why it cannot serve."""
+    return drafter_format(config) in FORMATS
 
 
 def load(source: Path | None, settings: Mapping[str, Any]) -> DFlashDrafter:
@@ -146,18 +148,18 @@ def load(source: Path | None, settings: Mapping[str, Any]) -> DFlashDrafter:
     ``settings``: ``draft_window`` (2 .. trained block, default all of it) and ``draft_swa_causal`` ("auto": z-lab
     0.1.0's rule; "on" / "off": sliding layers are / are not causal within the block).
 
-    Raises OptionError, ModelNotFoundError, CheckpointError, UnsupportedError naming a key, PairError.
+    Raises OptionError, ModelNotFoundError, CheckpointError, UnsupportedError naming a key, PairError (a language model,
+    or weights for other taps).
     """
     check_settings("dflash", settings, SETTINGS)
     if source is None:
         raise OptionError("method dflash needs a drafter checkpoint; name its folder or hub id")
-    raw = read_config(source)
-    if describe(raw) == LANGUAGE_MODEL:
-        raise CheckpointError(f"{source} holds {LANGUAGE_MODEL}, not a DFlash drafter; name the drafter made for it")
-    config = DFlashConfig.parse(raw)
-    if describe(raw) != DFLASH:
-        raise UnsupportedError(f"{source} holds {describe(raw)} (architectures {raw.get('architectures')}), not DFlash")
-    model = load_weights(source, config, settings.get("draft_swa_causal") or "auto")
+    folder = check_drafter(source)
+    config = DFlashConfig.parse(folder.config)
+    if folder.format != "DFlash":
+        named = folder.config.get("architectures")
+        raise UnsupportedError(f"{source} is a {folder.format} drafter (architectures {named}), not plain DFlash")
+    model = load_weights(folder, config, settings.get("draft_swa_causal") or "auto")
     return DFlashDrafter(config, model, settings.get("draft_window"))
 
 
