@@ -135,11 +135,10 @@ def _parts(stream: Any) -> tuple[Any, ...]:
 
 
 def ours_stream(engine: Engine, width: int, tokens: int) -> int:
-    last = None
-    for last in engine.stream(PROMPT, Options(max_tokens=tokens, width=width)):
-        pass
-    assert last is not None
-    return last.stats.rounds
+    rounds_seen = 0
+    for response in engine.stream(PROMPT, Options(max_tokens=tokens, width=width)):
+        rounds_seen = response.round + 1
+    return rounds_seen
 
 
 def zlab(module: Any, model: Any, tokenizer: Any, drafter: Any, width: int, tokens: int) -> int:
@@ -207,13 +206,19 @@ def main() -> None:
                         times[name].append(cost)
             for name, seen in times.items():
                 low, middle, high = statistics.quantiles(seen, n=4)
-                rows.append({"width": width, "accepted": accepted, "loop": name, "us": middle, "low": low, "high": high})
+                rows.append(
+                    {"width": width, "accepted": accepted, "loop": name, "us": middle, "low": low, "high": high}
+                )
     print("| width | accepted | loop | us per round (median) | quartiles |\n|---|---|---|---|---|")
     for row in rows:
         spread = f"{row['low']:.0f}-{row['high']:.0f}"
         print(f"| {row['width']} | {row['accepted']} | {row['loop']} | {row['us']:.0f} | {spread} |")
     if args.json:
-        about = {"mlx": version("mlx"), "mlx-lm": version("mlx-lm"), "machine": platform.processor() or platform.machine()}
+        about = {
+            "mlx": version("mlx"),
+            "mlx-lm": version("mlx-lm"),
+            "machine": platform.processor() or platform.machine(),
+        }
         args.json.write_text(json.dumps({"about": about, "command": sys.argv, "rows": rows}, indent=1))
 
 

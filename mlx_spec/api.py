@@ -11,8 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.engine import Engine, GenerationResponse
 from mlx_spec.contracts import Drafter
+from mlx_spec.engine import Engine, GenerationResponse
 from mlx_spec.errors import OptionError, UnsupportedError
 from mlx_spec.options import Options, SpeculativeConfig, with_stop
 from mlx_spec.sessions import PromptCache, Session
@@ -157,7 +157,7 @@ def generate(model: Any, tokenizer: Any, prompt: Prompt, verbose: bool = False, 
 
 def _open_cache(engine: Engine, prompt_cache: Any, draft_model: Any) -> PromptCache | None:
     if draft_model is not None and not hasattr(draft_model, "bind"):
-        raise UnsupportedError("draft_model: an independent draft language model is not supported yet; use load(draft=...)")
+        raise UnsupportedError("draft_model: a draft language model is not supported yet; use load(draft=...)")
     if draft_model is not None and draft_model is not engine.drafter:
         engine.use(draft_model, "given as draft_model")
     if prompt_cache is None or isinstance(prompt_cache, PromptCache):
@@ -165,9 +165,7 @@ def _open_cache(engine: Engine, prompt_cache: Any, draft_model: Any) -> PromptCa
     return PromptCache(Session.over(prompt_cache, engine.target, engine.drafter, engine.taps))
 
 
-def _leaving(
-    responses: Iterator[GenerationResponse], cache: PromptCache, given: Any
-) -> Iterator[GenerationResponse]:
+def _leaving(responses: Iterator[GenerationResponse], cache: PromptCache, given: Any) -> Iterator[GenerationResponse]:
     try:
         yield from responses
     finally:

@@ -238,7 +238,7 @@ class Engine:
         room = NO_LIMIT if context is None else context - session.start - len(ids)
         if room < 1:
             raise ContextLengthError(
-                f"the prompt has {session.start + len(ids)} tokens, this model's context is {context}; shorten the prompt"
+                f"the prompt has {session.start + len(ids)} tokens, this model's context is {context}; shorten it"
             )
         return room if options.max_tokens < 0 else min(room, options.max_tokens)
 

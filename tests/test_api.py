@@ -45,7 +45,7 @@ def test_names_and_signatures_are_those_of_mlx_lm():
     for name in ("load", "generate", "stream_generate"):
         ours, mine = getattr(mlx_lm, name), getattr(mlx_spec, name)
         wanted = [p for p in inspect.signature(ours).parameters if p not in ("kwargs", "stream")]
-        assert [p for p in inspect.signature(mine).parameters][: len(wanted)] == wanted, name
+        assert list(inspect.signature(mine).parameters)[: len(wanted)] == wanted, name
     fields = [f.name for f in dataclasses.fields(MlxLmResponse)]
     assert [f.name for f in dataclasses.fields(mlx_spec.GenerationResponse)][:10] == fields
     assert issubclass(mlx_spec.GenerationResponse, MlxLmResponse)
@@ -126,7 +126,9 @@ def test_a_prompt_cache_moves_between_the_two_libraries(pair, theirs, tmp_path):
     loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
     by_them = [r.token for r in mlx_lm.stream_generate(*theirs, " more", max_tokens=12, prompt_cache=loaded)]
     reference_cache = mlx_lm_cache(theirs[0])
-    assert first == [r.token for r in mlx_lm.stream_generate(*theirs, PROMPT, max_tokens=12, prompt_cache=reference_cache)]
+    assert first == [
+        r.token for r in mlx_lm.stream_generate(*theirs, PROMPT, max_tokens=12, prompt_cache=reference_cache)
+    ]
     wanted = [r.token for r in mlx_lm.stream_generate(*theirs, " more", max_tokens=12, prompt_cache=reference_cache)]
     assert by_them == wanted
     assert [r.token for r in stream_generate(*pair, " more", max_tokens=12, prompt_cache=cache)] == wanted

@@ -42,7 +42,9 @@ def right_then_wrong(k):
 
 
 @pytest.mark.parametrize("width", [2, 3, 5, 8, 16])
-@pytest.mark.parametrize(("plan", "kept"), [(wrong, 0), (right, 99), (right_then_wrong(1), 1), (right_then_wrong(3), 3)])
+@pytest.mark.parametrize(
+    ("plan", "kept"), [(wrong, 0), (right, 99), (right_then_wrong(1), 1), (right_then_wrong(3), 3)]
+)
 def test_counts_shown_are_counts_planned(tokenizer, plan, kept, width):
     plain, _ = tokens_of(script_engine(tokenizer), max_tokens=61)
     got, last = tokens_of(script_engine(tokenizer, PlannedDrafter(plan)), max_tokens=61, width=width)
@@ -130,9 +132,9 @@ def test_a_raising_drafter_ends_the_request_and_loses_nothing(tokenizer):
     engine = script_engine(tokenizer, PlannedDrafter(raising(9)))
     session = engine.session()
     got = []
+    stream = engine.stream(PROMPT, Options(max_tokens=40, width=4), session)
     with pytest.raises(DrafterError, match=r"planned failed in round 3: RuntimeError: the drafter broke; .*--fallback"):
-        for response in engine.stream(PROMPT, Options(max_tokens=40, width=4), session):
-            got.append(response.token)
+        got.extend(response.token for response in stream)
     assert got == right(len(PROMPT), len(got)) and len(got) >= 9
     assert session.cache.length == len(session.tokens) - 1
     assert session.tokens == PROMPT + got
@@ -214,7 +216,9 @@ def test_closing_the_generator_mid_round_keeps_the_session_right(tokenizer):
         next(stream)
     stream.close()
     assert session.cache.length == len(session.tokens) - 1
-    assert tokens_of(engine, [*PROMPT, 90], session, max_tokens=9)[0] == tokens_of(engine, [*PROMPT, 90], max_tokens=9)[0]
+    assert (
+        tokens_of(engine, [*PROMPT, 90], session, max_tokens=9)[0] == tokens_of(engine, [*PROMPT, 90], max_tokens=9)[0]
+    )
 
 
 def test_cancel_during_prefill(tokenizer):

@@ -27,7 +27,7 @@ TOKENS = 400
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lossless")
     save_tiny(folder / "target")
-    save_drafter(folder / "drafter", block_size=16)
+    save_drafter(folder / "drafter", block=16)
     return folder
 
 
@@ -184,7 +184,7 @@ def test_a_warm_turn_equals_a_cold_one_in_text_and_in_drafts(model, home, name):
     engine = engine_for_kind(model, home, name)
     session, history = engine.session(), prompt(3)
     for turn in range(4):
-        cut = history[: len(history) - 5] + [40 + turn] if turn == 2 else [*history, 50 + turn, 51]
+        cut = [*history[:-5], 40 + turn] if turn == 2 else [*history, 50 + turn, 51]
         warm = list(engine.stream(cut, Options(max_tokens=40, width=6), session))
         cold = list(engine.stream(cut, Options(max_tokens=40, width=6)))
         assert [r.token for r in warm] == [r.token for r in cold]

@@ -29,7 +29,7 @@ def by_hand(model, layer0_input: mx.array) -> list[mx.array]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_taps_are_the_outputs_of_their_layers(family):
     model, config = build(family)
-    before = {path: array for path, array in tree_flatten(model.parameters())}
+    before = dict(tree_flatten(model.parameters()))
     classes = [type(layer) for layer in model.layers]
     plain = model(IDS[None])[0]
     target = wrap(model, config)
@@ -43,9 +43,9 @@ def test_taps_are_the_outputs_of_their_layers(family):
         wanted = mx.concatenate([outs[index][0] for index in taps.layers], axis=-1)
         assert mx.allclose(seen, wanted, atol=1e-5), f"{family}: taps {taps.layers}"
     one.close()
-    assert mx.allclose(
-        target.forward(IDS, target.new_cache(), two).features, second.features, atol=0
-    ), "closing one drafter's taps changed the other's"
+    assert mx.allclose(target.forward(IDS, target.new_cache(), two).features, second.features, atol=0), (
+        "closing one drafter's taps changed the other's"
+    )
     two.close()
     two.close()
     assert [type(layer) for layer in model.layers] == classes
@@ -121,7 +121,9 @@ def test_a_tap_outside_the_layers_is_refused():
 
 
 def test_unsupported_caches_are_named_before_any_token():
-    model, config = build("llama", layer_types=["sliding_attention", "full_attention", "full_attention"], sliding_window=16)
+    model, config = build(
+        "llama", layer_types=["sliding_attention", "full_attention", "full_attention"], sliding_window=16
+    )
     with pytest.raises(UnsupportedError, match="layer 0 keeps a RotatingKVCache"):
         wrap(model, config)
 

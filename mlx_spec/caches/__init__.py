@@ -35,7 +35,7 @@ def kinds() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
-        found.update({handled: module.Backend for handled in module.HANDLES})
+        found.update(dict.fromkeys(module.HANDLES, module.Backend))
     return found
 
 
@@ -76,13 +76,10 @@ class CacheSet:
 
     def trim(self, length: int) -> int:
         """Repeats until every layer agrees, since one kind may fall further back than it was asked to."""
-        while True:
-            reached = min((backend.trim(length) for backend in self._backends), default=0)
-            if reached == length or reached == 0 and length == 0:
-                return reached
-            if all(backend.length == reached for backend in self._backends):
-                return reached
-            length = reached
+        reached = min((backend.trim(length) for backend in self._backends), default=0)
+        while any(backend.length != reached for backend in self._backends):
+            reached = min(backend.trim(reached) for backend in self._backends)
+        return reached
 
     def arrays(self) -> list[mx.array]:
         return [array for backend in self._backends for array in backend.arrays()]

@@ -44,7 +44,7 @@ def _named(draft: str | Path | None, config: SpeculativeConfig) -> str | None:
     if config.model is None:
         return name
     if name not in (None, "auto", config.model):
-        raise OptionError(f"drafter {name} and the configuration's model {config.model} contradict each other; give one")
+        raise OptionError(f"drafter {name} and the configured model {config.model} contradict each other; give one")
     return config.model
 
 

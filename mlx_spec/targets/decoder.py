@@ -34,7 +34,7 @@ class DecoderTarget:
         text = config.get("text_config") or config
         layers = getattr(model, "layers", None)
         if not isinstance(layers, (list, tuple)) or not layers:
-            raise UnsupportedError(f"model type {config.get('model_type')!r} has no list of layers; it cannot be a target")
+            raise UnsupportedError(f"model type {config.get('model_type')!r} has no list of layers to be a target with")
         self._layers = list(layers)
         self.num_layers = len(self._layers)
         self.new_cache()

@@ -43,7 +43,8 @@ def load_target(
 
 def _refuse_nan(folder: Path, model: Any) -> None:
     """One reduction over every floating tensor, one read."""
-    flat = [(path, array) for path, array in tree_flatten(model.parameters()) if mx.issubdtype(array.dtype, mx.floating)]
+    parameters = tree_flatten(model.parameters())
+    flat = [(path, array) for path, array in parameters if mx.issubdtype(array.dtype, mx.floating)]
     finite = mx.stack([mx.isfinite(array).all() for _, array in flat])
     if finite.all().item():
         return

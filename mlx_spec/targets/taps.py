@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +16,7 @@ import mlx.core as mx
 Sink = Callable[[Any, Any], None]  # (first argument, output) of a layer call
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tapped(kind: Any) -> Any:
     class Tapped(kind):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
