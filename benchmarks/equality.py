@@ -148,8 +148,9 @@ def main() -> int:
                 f"mlx_lm.stream_generate, prompt {run['prompt']}, {run['tokens']} tokens: {'equal' if same else 'DIFFERS'}"
             )
             faults += not same
+    drafted = sum(run["lane"] != "plain" for run in done.values())
     print(
-        f"{faults} differences in {sum(run['lane'] != 'plain' for run in done.values()) + len(greedy)} comparisons; "
+        f"{faults} differences in {drafted + len(greedy)} comparisons; "
         f"mlx {mx.__version__}, BLAS {blas.active()}"
     )
     return 1 if faults else 0

@@ -52,7 +52,7 @@ class Emitter:
         return self._left
 
     def take(self, token: int) -> str | None:
-        """"stop" at an end-of-sequence id or a completed stop string, "length" at the limit, else None."""
+        """ "stop" at an end-of-sequence id or a completed stop string, "length" at the limit, else None."""
         self._left -= 1
         if token in self._eos:
             self._finish()
