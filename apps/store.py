@@ -261,12 +261,12 @@ class Store:
     def _transaction(self) -> Iterator[None]:
         with self._sentences():
             self._db.execute("BEGIN IMMEDIATE")
+            end = "ROLLBACK"
             try:
                 yield
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
+                end = "COMMIT"
+            finally:
+                self._db.execute(end)
 
     @contextmanager
     def _sentences(self) -> Iterator[None]:

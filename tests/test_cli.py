@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from dflash_fixture import save_drafter
 
 from mlx_spec.apps import cli
 
@@ -187,6 +188,39 @@ def test_a_model_that_is_not_right_is_one_line(
     assert text.endswith(errors_of(text)[0] + "\n"), text
     assert found == code, text
     assert "fault of mlx-spec" not in text
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ({"hidden": 32, "head_dim": 8}, ("32", "64")),
+        ({"target_layers": 5, "taps": (0, 4)}, ("5", "2")),
+        ({"vocab": 300}, ("300", "256")),
+    ],
+)
+def test_a_wrong_pair_is_one_line(
+    shape: dict[str, Any], words: tuple[str, str], here: Callable[..., tuple[int, str]], tiny_folder: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    drafter = str(save_drafter(tmp_path / "drafter", **shape))
+    code, text = here("generate", "-p", "x", "-m", str(tiny_folder), "--draft", drafter)
+    assert code == 1
+    assert len(errors_of(text)) == 1
+    assert all(word in errors_of(text)[0] for word in words), text
+
+
+def test_models_in_each_others_place(here: Callable[..., tuple[int, str]], tiny_folder: Path, tmp_path: Path) -> None:
+    drafter = str(save_drafter(tmp_path / "drafter"))
+    for words in (["-m", drafter], ["-m", str(tiny_folder), "--draft", str(tiny_folder)]):
+        code, text = here("generate", "-p", "x", *words)
+        assert code == 1
+        assert len(errors_of(text)) == 1, text
+    code, text = here("generate", "-p", "x", "-m", str(tiny_folder), "--draft", str(tmp_path / "nowhere"))
+    assert code == 3
+    done = ["generate", "-p", "x", "-m", str(tiny_folder), "--draft", str(tmp_path / "nowhere"), "--fallback"]
+    code, text = here(*done, "--max-tokens", "2")
+    assert code == 0
+    assert "lane plain (the drafter could not be used" in text, "the lane that ran is shown"
 
 
 def test_no_network_and_a_long_prompt(here: Callable[..., tuple[int, str]], tiny_folder: Path) -> None:

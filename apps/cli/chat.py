@@ -130,11 +130,12 @@ class Chat:
         from mlx_spec.apps.store import Message
 
         talk = self.talk
+        found = None
         try:
             found = self._run()
-        except BaseException:
-            talk.messages = before
-            raise
+        finally:
+            if found is None:
+                talk.messages = before
         self.answers.append(found)
         for note in found.stats.notes:
             self.screen.note(note)

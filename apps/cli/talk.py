@@ -14,6 +14,7 @@ from mlx_spec.apps.cli.opening import Opened
 from mlx_spec.apps.cli.options import request_options
 from mlx_spec.apps.config import KEYS, Settings
 from mlx_spec.apps.store import Message, Store
+from mlx_spec.errors import OptionError
 from mlx_spec.options import Options
 from mlx_spec.text import encode_chat
 
@@ -95,7 +96,7 @@ class Talk:
         self.values[name] = key.default if text == "default" else key.parse(text, name)
         try:
             self.options()
-        except Exception:
+        except OptionError:
             self.values[name] = former
             raise
         return self.values[name]
