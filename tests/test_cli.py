@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from dflash_fixture import save_drafter
+from toys import save_tiny
 
 from mlx_spec.apps import cli
 
@@ -188,6 +189,71 @@ def test_a_model_that_is_not_right_is_one_line(
     assert text.endswith(errors_of(text)[0] + "\n"), text
     assert found == code, text
     assert "fault of mlx-spec" not in text
+
+
+def thinking_folder(folder: Path) -> Path:
+    """The tiny model with a template that opens a thinking block, unless it is switched off, and refuses systems."""
+    from tokenizers import Tokenizer
+
+    save_tiny(folder, vocab=258)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<think>", "</think>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        "[{{ m['role'] }}]{{ m['content'] }}{% endfor %}<think>{% if not enable_thinking %}</think>{% endif %}"
+    )
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def test_thinking_is_apart_and_can_be_switched(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_folder: Path
+) -> None:
+    monkeypatch.setenv("MLX_SPEC_CONFIG", str(tmp_path / "none.toml"))
+    base = [
+        "generate",
+        "-p",
+        "hello",
+        "--max-tokens",
+        "8",
+        "--no-stats",
+        "-m",
+        str(thinking_folder(tmp_path / "model")),
+    ]
+
+    def run(*args: str) -> tuple[str, str]:
+        assert cli.run([*base, *args]) == 0
+        return capfd.readouterr()
+
+    found = json.loads(run("--json")[0])
+    assert found["text"] == ""
+    assert found["reasoning"]
+    off = json.loads(run("--json", "--think", "off")[0])
+    assert off["text"]
+    assert off["reasoning"] == ""
+    assert off["usage"]["prompt_tokens"] == found["usage"]["prompt_tokens"] + 1
+    out, err = run("--show-thinking")
+    assert out.strip() == ""
+    assert found["reasoning"] in err
+    assert found["reasoning"] not in run("--hide-thinking")[1]
+    assert cli.run([*base, "--system", "s"]) == 2
+    assert "no system here" in capfd.readouterr().err
+    assert cli.run([*base[:-1], str(tiny_folder), "--think", "on"]) == 0
+    assert "no thinking switch" in capfd.readouterr().err
+
+
+def test_closed_streams(cli_env: dict[str, str], tiny_folder: Path) -> None:
+    """A shell may close what it likes: no traceback."""
+    line = f"{COMMAND} generate -m {tiny_folder} --blas bundled --max-tokens 3"
+    done = subprocess.run(
+        ["bash", "-c", f"{line} -p x <&- >&-"], capture_output=True, text=True, env=cli_env, timeout=60
+    )
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert "3 tok" in done.stderr
 
 
 @pytest.mark.parametrize(

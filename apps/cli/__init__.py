@@ -89,9 +89,7 @@ def sentence(error: BaseException) -> str:
 def run(args: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     words = list(sys.argv[1:] if args is None else args)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a letter shows ? instead of ending the answer
+    _streams()
     try:
         code = cli.main(words, prog_name="mlx-spec", standalone_mode=False)
         sys.stdout.flush()
@@ -108,6 +106,16 @@ def run(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
     return code if isinstance(code, int) else OK
+
+
+def _streams() -> None:
+    """Three streams that can be used, whatever the shell closed; a letter that the terminal lacks becomes ``?``."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (stays open)
+        elif name != "stdin" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
 
 
 def _closed() -> int:

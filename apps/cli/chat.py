@@ -41,9 +41,7 @@ def chat(continue_: bool, **flags: Any) -> None:
     for note in (*settings.notes, *flags_.unused(settings)):
         screen.note(note)
 
-    from mlx_spec.apps.store import Store
-
-    store = Store() if settings["history"] or continue_ else None
+    store = _open_store() if continue_ or (settings["history"] and piped is None) else None
     kept = store.latest() if store is not None and continue_ else None
     if continue_ and kept is None:
         raise OptionError("there is no conversation to continue; start one with `mlx-spec chat`")
@@ -56,6 +54,8 @@ def chat(continue_: bool, **flags: Any) -> None:
     with quiet():
         opened = open_engine(settings, config, screen, flags["yes"], named or None)
         talk = Talk(opened, settings, store if settings["history"] else None)
+        for note in opened.switch_note(settings["think"]):
+            screen.note(note)
         chat_ = Chat(talk, settings, screen, flags["yes"])
         if store is not None and kept is not None:
             talk.restore(store, kept.id)
@@ -63,7 +63,17 @@ def chat(continue_: bool, **flags: Any) -> None:
         if piped is not None:
             chat_.one(piped)
         else:
-            chat_.loop()
+            with chat_.interrupts.watching():
+                chat_.loop()
+
+
+def _open_store() -> Any:
+    from mlx_spec.apps.store import Store, StoreError
+
+    try:
+        return Store()
+    except StoreError as error:
+        raise StoreError(f"{error} (or chat with --no-history)") from error
 
 
 class Chat:
@@ -147,11 +157,11 @@ class Chat:
             self.screen.say("(stopped)")
         figures = {"timings": found.stats.timings(), "mlx_spec": found.stats.mlx_spec()}
         talk.messages.append(Message("assistant", found.text, found.thinking, found.stopped, figures))
-        talk.keep()
         if talk.values["stats"]:
             from mlx_spec.apps.cli.figures import stats_line
 
             self.screen.line(stats_line(found, talk.plain_tps), faint=True)
+        talk.keep()
         return True
 
     def _run(self) -> Any:
@@ -168,7 +178,7 @@ class Chat:
                 session=talk.session, cancel=self.interrupts.cancelled,
                 progress=reading(working), seen=seen_by(working),
             )  # fmt: skip
-        talk.last = (prompt, options)
+        talk.last_prompt = prompt
         return found
 
     def _writer(self) -> Any:

@@ -51,6 +51,8 @@ def generate(prompt: str | None, raw: bool, as_json: bool, as_jsonl: bool, **fla
     from mlx_spec.apps.cli.opening import open_engine
 
     opened = open_engine(settings, config, screen, flags["yes"])
+    for note in opened.switch_note(settings["think"]):
+        screen.note(note)
     answer = _answer(opened, settings, text, raw, as_json, as_jsonl, screen)
     for note in answer.stats.notes:
         screen.note(note)
@@ -68,7 +70,7 @@ def _answer(opened: Any, settings: Any, text: str, raw: bool, as_json: bool, as_
     from mlx_spec.apps.cli.figures import final_object
     from mlx_spec.apps.cli.interrupts import Interrupts
     from mlx_spec.apps.cli.thinking import ThinkingView
-    from mlx_spec.text import encode_chat, encode_prompt
+    from mlx_spec.text import encode_prompt
 
     engine = opened.engine
     if raw:
@@ -76,7 +78,7 @@ def _answer(opened: Any, settings: Any, text: str, raw: bool, as_json: bool, as_
     else:
         system = [{"role": "system", "content": settings["system"]}] if settings["system"] else []
         messages = [*system, {"role": "user", "content": text}]
-        ids = encode_chat(engine.tokenizer, messages, **template_switches(opened, settings["think"]))
+        ids = opened.encode(messages, settings["think"])
     writer: Writer = NoWriter() if as_json or as_jsonl else PlainWriter(screen.write)
     interrupts = Interrupts()
     with screen.working("reading the prompt") as working, interrupts.watching():
@@ -90,13 +92,6 @@ def _answer(opened: Any, settings: Any, text: str, raw: bool, as_json: bool, as_
         found = final_object(answer)
         _print_json({"type": "done"} | found if as_jsonl else found)
     return answer
-
-
-def template_switches(opened: Any, think: str) -> dict[str, Any]:
-    """Keyword arguments of the chat template: the pair's own, then the user's thinking switch."""
-    if think == "auto":
-        return dict(opened.template)
-    return opened.template | {"enable_thinking": think == "on"}
 
 
 def reading(working: Any) -> Callable[[int, int], None]:
@@ -172,4 +167,4 @@ def read_pipe(screen: Screen) -> str:
         raise OptionError(f"standard input is not UTF-8 text (byte {error.start})") from error
 
 
-__all__ = ["generate", "read_pipe", "read_prompt", "reading", "seen_by", "template_switches"]
+__all__ = ["generate", "read_pipe", "read_prompt", "reading", "seen_by"]

@@ -34,6 +34,16 @@ class Interrupts:
         """What the engine polls."""
         return self.stopped
 
+    @staticmethod
+    @contextmanager
+    def raising() -> Iterator[None]:
+        """Ctrl-C raises KeyboardInterrupt inside this block: for work that cannot be polled, such as loading."""
+        former = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, former)
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Ctrl-C sets ``stopped`` inside this block; the former handler is restored after it."""

@@ -4,7 +4,7 @@ because BLAS must be prepared before mlx is imported."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,28 @@ class Opened:
     target: Any = None  # folder or hub id
     draft: Any = "auto"  # what "auto" means for this model: its known partner, or the engine's own choice
     template: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the chat template
+
+    def encode(self, messages: Sequence[dict[str, Any]], think: str) -> list[int]:
+        """Token ids of a conversation; ``think`` is the template's switch: "auto" (the pair's own), "on" or "off".
+
+        Raises OptionError where the template refuses the conversation (some know no system prompt).
+        """
+        from jinja2 import TemplateError
+
+        from mlx_spec.text import encode_chat
+
+        switches = self.template if think == "auto" else self.template | {"enable_thinking": think == "on"}
+        try:
+            return encode_chat(self.engine.tokenizer, messages, **switches)
+        except TemplateError as error:
+            raise OptionError(f"this model's chat template refuses the conversation: {error}") from error
+
+    def switch_note(self, think: str) -> list[str]:
+        """Says that ``think`` changes nothing, where the template has no such switch."""
+        tokenizer = self.engine.tokenizer
+        if think == "auto" or tokenizer.has_thinking or "thinking" in str(tokenizer.chat_template):
+            return []
+        return [f"think {think} has no effect: this model's chat template has no thinking switch"]
 
 
 def open_engine(
@@ -59,7 +81,7 @@ def open_engine(
         paths = models.ensure(name, ask=asking.within(working), progress=working.update)
         ready()
         partner = paths.draft or "auto"
-        draft = "auto" if config.method is not None or config.model is not None else partner
+        draft = partner if config.model is None and _takes_weights(config.method) else "auto"
         engine = Engine.load(
             paths.target,
             draft=None if config.method == "plain" else draft,
@@ -69,6 +91,13 @@ def open_engine(
     if Path(name).is_dir():
         name = str(Path(name).resolve())  # so that `chat -c` finds it from any folder
     return Opened(engine, name, config, paths.target, partner, dict(paths.template_kwargs))
+
+
+def _takes_weights(method: str | None) -> bool:
+    """May this method (None: any) be given a drafter's checkpoint?"""
+    from mlx_spec import drafters
+
+    return method is None or hasattr(drafters.resolve(method), "reads")
 
 
 def choose(screen: Screen, yes: bool) -> str:

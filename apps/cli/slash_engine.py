@@ -34,6 +34,8 @@ def _set(chat: Any, rest: str) -> None:
         raise OptionError(f"/set knows {', '.join(SETTABLE)}, not {name!r}")
     if value.strip():
         chat.talk.set(name, value.strip())
+        for note in chat.talk.opened.switch_note(chat.talk.values["think"]) if name == "think" else ():
+            chat.screen.note(note)
     for each in (name,) if name else SETTABLE:
         chat.screen.say(f"{each} = {shown(chat.talk.values[each])}")
 
@@ -81,7 +83,8 @@ def _model(chat: Any, rest: str) -> None:
         return
     talk, former = chat.talk, chat.talk.opened
     try:
-        opened = open_engine(chat.settings, SpeculativeConfig(), chat.screen, chat.yes, rest, talk.release)
+        with chat.interrupts.raising():
+            opened = open_engine(chat.settings, SpeculativeConfig(), chat.screen, chat.yes, rest, talk.release)
     except (MlxSpecError, KeyboardInterrupt) as error:
         if talk.opened is None:  # memory for two may not be there, so the former model had to go first
             talk.switch(open_engine(chat.settings, former.config, chat.screen, chat.yes, former.name))
@@ -126,11 +129,11 @@ def _compare(chat: Any, rest: str) -> None:
     """Run the last prompt on lane plain and on the lane in use, one after the other: speeds, and whether the tokens
     are the same."""
     talk = chat.talk
-    if talk.last is None:
+    if talk.last_prompt is None:
         raise OptionError("there is no prompt to compare on; say something first")
     if talk.engine.drafter is None:
         raise OptionError(f"lane plain is in use ({talk.engine.reason}); /draft chooses a drafter")
-    prompt, options = talk.last
+    prompt, options = talk.last_prompt, talk.options()
     if options.seed is None:
         options = replace(options, seed=chat.answers[-1].stats.seed)
     runs = []

@@ -16,7 +16,6 @@ from mlx_spec.apps.config import KEYS, Settings
 from mlx_spec.apps.store import Message, Store
 from mlx_spec.errors import OptionError
 from mlx_spec.options import Options
-from mlx_spec.text import encode_chat
 
 MAX_TOKENS = 1024  # of an answer, where nothing else is set
 
@@ -41,13 +40,9 @@ class Talk:
     def switch(self, opened: Opened) -> None:
         """Go on with another model; the messages stay."""
         self.opened: Any = opened
-        self.reopen()
-
-    def reopen(self) -> None:
-        """A new engine session: after a change of model or drafter, or for a new conversation."""
         self.session: Any = self.engine.session()
-        self.plain_tps: float | None = None
-        self.last: tuple[list[int], Options] | None = None  # prompt and options of the last answer
+        self.plain_tps: float | None = None  # speed of lane plain, once it was measured
+        self.last_prompt: list[int] | None = None
 
     @property
     def engine(self) -> Any:
@@ -58,14 +53,12 @@ class Talk:
         draft = {"off": "plain", "none": "plain", "auto": self.opened.draft}.get(name, name)
         self.engine.redraft(draft)
         self.opened.config = replace(self.opened.config, num_speculative_tokens=None, draft_window=None)
-        self.reopen()
+        self.session = self.engine.session()
 
     def clear(self) -> None:
         """A new conversation; settings and system prompt stay."""
-        self.messages, self.attached, self.conversation = [], [], None
-        plain = self.plain_tps
-        self.reopen()
-        self.plain_tps = plain
+        self.messages, self.attached, self.conversation, self.last_prompt = [], [], None, None
+        self.session = self.engine.session()
 
     # prompts
 
@@ -79,12 +72,7 @@ class Talk:
         chosen = self.messages if messages is None else messages
         head = [{"role": "system", "content": self.system}] if self.system else []
         turns = [{"role": message.role, "content": message.content} for message in chosen]
-        return encode_chat(self.engine.tokenizer, [*head, *turns], **self.template())
-
-    def template(self) -> dict[str, Any]:
-        """Keyword arguments of the chat template: the pair's own, then the user's thinking switch."""
-        think = self.values["think"]
-        return self.opened.template if think == "auto" else self.opened.template | {"enable_thinking": think == "on"}
+        return list(self.opened.encode([*head, *turns], self.values["think"]))
 
     def options(self) -> Options:
         return request_options(self.values, self.opened.config, MAX_TOKENS)
@@ -141,7 +129,7 @@ class Talk:
         found = store.messages(conversation)
         self.system = "\n".join(message.content for message in found if message.role == "system")
         self.messages = [message for message in found if message.role != "system"]
-        self.attached, self.conversation, self.last = [], conversation, None
+        self.attached, self.conversation, self.last_prompt = [], conversation, None
 
 
 __all__ = ["MAX_TOKENS", "Talk"]
