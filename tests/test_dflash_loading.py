@@ -30,6 +30,9 @@ def test_resolver_knows_methods_by_file_name() -> None:
         drafters.load("_formats")
 
 
+YARN = {"factor": 2.0, "original_max_position_embeddings": 64}
+
+
 def nest(config: dict[str, Any], *keys: str) -> dict[str, Any]:
     """``config`` with dflash_config's ``keys`` moved to the top level."""
     inner = dict(config["dflash_config"])
@@ -141,6 +144,7 @@ def test_what_is_not_implemented_is_refused_by_key(tmp_path: Path, place: str, k
         ({"rope_type": "linear"}, CheckpointError, "linear needs factor"),
         ({"rope_type": "linear", "factor": 2.0, "short_factor": [1]}, UnsupportedError, "short_factor"),
         ({"rope_type": "yarn", "factor": 2.0}, CheckpointError, "original_max_position_embeddings"),
+        ({"rope_type": "yarn", "mscale": 2.0} | YARN, UnsupportedError, "mscale_all_dim are implemented together"),
         ({"rope_type": "default", "partial_rotary_factor": 0.25}, UnsupportedError, "partial_rotary_factor"),
     ],
 )

@@ -80,6 +80,8 @@ def _scaling(place: Config) -> dict[str, Any] | None:
     for key in NEEDED.get(kind, ()):
         if place.get(key) is None:
             raise CheckpointError(f"rope_type {kind} needs {key}, which the drafter's config.json does not give")
+    if (place.get("mscale") is None) != (place.get("mscale_all_dim") is None):
+        raise UnsupportedError("rope keys mscale and mscale_all_dim are implemented together only")
     if kind in ("default", "mrope"):  # text positions are equal in all sections of mrope, which makes it plain rope
         return None
     return {"rope_type": kind} | {key: place[key] for key in KINDS[kind] if place.get(key) is not None}
