@@ -259,6 +259,7 @@ __all__ = [
     "FolderInfo",
     "Progress",
     "Remote",
+    "check_config",
     "check_drafter",
     "check_folder",
     "check_target",

@@ -12,6 +12,7 @@ from mlx_lm.utils import load as mlx_lm_load
 
 from mlx_spec import hub
 from mlx_spec.errors import CheckpointError, UnsupportedError
+from mlx_spec.targets.skeleton import refuse_unsupported
 
 
 def load_target(
@@ -22,7 +23,7 @@ def load_target(
     ``options`` are ``mlx_lm.load``'s. Raises ModelNotFoundError, CheckpointError (incomplete files, a drafter where a
     model belongs, weights that are not numbers) and UnsupportedError.
     """
-    folder = hub.resolve(name, revision=revision)
+    folder = hub.resolve(name, revision=revision, check=lambda config: refuse_unsupported(config, name))
     hub.check_target(folder)
     try:
         model, tokenizer, config = mlx_lm_load(
