@@ -27,8 +27,9 @@ class Interrupts:
         self.stopped = True
 
     def forget(self) -> None:
-        """The user went on: the next press is a first one."""
+        """The user went on: nothing is stopped, and the next press is a first one."""
         self._last = float("-inf")
+        self.stopped = False
 
     def cancelled(self) -> bool:
         """What the engine polls."""
@@ -46,8 +47,8 @@ class Interrupts:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Ctrl-C sets ``stopped`` inside this block; the former handler is restored after it."""
-        self.stopped = False
+        """Ctrl-C sets ``stopped`` inside this block; the former handler is restored after it. A press just before an
+        answer begins still stops it: only ``forget`` unsets."""
         former = signal.signal(signal.SIGINT, lambda *_: self.press())
         try:
             yield
