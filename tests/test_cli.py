@@ -235,7 +235,9 @@ def test_thinking_is_apart_and_can_be_switched(
     assert off["text"]
     assert off["reasoning"] == ""
     assert off["usage"]["prompt_tokens"] == found["usage"]["prompt_tokens"] + 1
-    out, err = run("--show-thinking")
+    assert "thinking off" in run("--stats", "--think", "off")[1]
+    out, err = run("--show-thinking", "--stats")
+    assert "thinking on" in err
     assert out.strip() == ""
     assert found["reasoning"] in err
     assert found["reasoning"] not in run("--hide-thinking")[1]
@@ -243,6 +245,41 @@ def test_thinking_is_apart_and_can_be_switched(
     assert "no system here" in capfd.readouterr().err
     assert cli.run([*base[:-1], str(tiny_folder), "--think", "on"]) == 0
     assert "no thinking switch" in capfd.readouterr().err
+
+
+def test_a_seed_gives_one_text_with_any_drafter(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_folder: Path
+) -> None:
+    monkeypatch.setenv("MLX_SPEC_CONFIG", str(tmp_path / "none.toml"))
+    base = ["generate", "-p", "hello", "-m", str(tiny_folder), "--json", "--max-tokens", "48", "--temp", "0.8"]
+
+    def tokens(*args: str) -> list[int]:
+        assert cli.run([*base, *args]) == 0
+        found: list[int] = json.loads(capfd.readouterr().out)["tokens"]
+        return found
+
+    plain = tokens("--seed", "3", "--method", "plain", "--top-p", "0.95")
+    assert tokens("--seed", "3", "--width", "2,8", "--top-p", "0.95") == plain
+    assert tokens("--seed", "4", "--method", "plain", "--top-p", "0.95") != plain
+
+
+def test_exactly_one_bos(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A template that writes BOS, and a tokenizer that adds it."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    monkeypatch.setenv("MLX_SPEC_CONFIG", str(tmp_path / "none.toml"))
+    folder = save_tiny(tmp_path / "model", vocab=257)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": "<s>"}
+    config["chat_template"] = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    for args in (["-p", "hello"], ["--raw", "-p", "hello"], ["--raw", "-p", "<s>hello"]):
+        assert cli.run(["generate", "-m", str(folder), "--json", "--max-tokens", "1", *args]) == 0
+        assert json.loads(capfd.readouterr().out)["usage"]["prompt_tokens"] == 1 + len("hello"), args
 
 
 def test_closed_streams(cli_env: dict[str, str], tiny_folder: Path) -> None:

@@ -158,11 +158,16 @@ class Chat:
         figures = {"timings": found.stats.timings(), "mlx_spec": found.stats.mlx_spec()}
         talk.messages.append(Message("assistant", found.text, found.thinking, found.stopped, figures))
         if talk.values["stats"]:
-            from mlx_spec.apps.cli.figures import stats_line
-
-            self.screen.line(stats_line(found, talk.plain_tps), faint=True)
+            self.screen.line(self.figures(), faint=True)
         talk.keep()
         return True
+
+    def figures(self) -> str:
+        """The line about the last answer."""
+        from mlx_spec.apps.cli.figures import stats_line
+
+        thinking = self.talk.opened.thinking(self.talk.values["think"])
+        return stats_line(self.answers[-1], thinking, self.talk.plain_tps)
 
     def _run(self) -> Any:
         from mlx_spec.apps.cli.answers import run_answer

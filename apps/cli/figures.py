@@ -7,8 +7,9 @@ from typing import Any
 from mlx_spec.apps.cli.answers import Answer
 
 
-def stats_line(answer: Answer, plain_tps: float | None = None) -> str:
-    """One line. ``plain_tps``: lane plain's speed measured in this session; without it no "x vs plain"."""
+def stats_line(answer: Answer, thinking: str = "", plain_tps: float | None = None) -> str:
+    """One line. ``thinking``: "on" or "off" where the model has the switch, because acceptance depends on it.
+    ``plain_tps``: lane plain's speed measured in this session; without it no "x vs plain"."""
     stats = answer.stats
     parts = [f"{stats.committed} tok", f"{stats.generation_tps:.1f} tok/s"]
     if plain_tps:
@@ -21,6 +22,8 @@ def stats_line(answer: Answer, plain_tps: float | None = None) -> str:
         f"TTFT {answer.ttft:.2f} s",
         f"peak {answer.peak_memory:.2f} GB",
     ]
+    if thinking:
+        parts.append(f"thinking {thinking}")
     if stats.exactness != "fast":
         parts.append(f"exactness {stats.exactness}")
     if stats.cached_tokens:

@@ -60,7 +60,8 @@ def generate(prompt: str | None, raw: bool, as_json: bool, as_jsonl: bool, **fla
     if settings["stats"] and not (machine and settings.source("stats") == "default"):
         from mlx_spec.apps.cli.figures import stats_line
 
-        screen.line(stats_line(answer), faint=True)
+        thinking = "" if raw else opened.thinking(settings["think"])
+        screen.line(stats_line(answer, thinking), faint=True)
     if answer.stopped:
         raise KeyboardInterrupt
 

@@ -40,16 +40,25 @@ class Opened:
 
         from mlx_spec.text import encode_chat
 
-        switches = self.template if think == "auto" else self.template | {"enable_thinking": think == "on"}
         try:
-            return encode_chat(self.engine.tokenizer, messages, **switches)
+            return encode_chat(self.engine.tokenizer, messages, **self._switches(think))
         except TemplateError as error:
             raise OptionError(f"this model's chat template refuses the conversation: {error}") from error
 
+    def _switches(self, think: str) -> dict[str, Any]:
+        return self.template if think == "auto" else self.template | {"enable_thinking": think == "on"}
+
+    def thinking(self, think: str) -> str:
+        """The state of the template's thinking switch: "on", "off", or "" where it has none."""
+        tokenizer = self.engine.tokenizer
+        if not tokenizer.has_thinking and "thinking" not in str(tokenizer.chat_template):
+            return ""
+        # Without a word from us mlx-lm switches it on for every model that can think.
+        return "on" if self._switches(think).get("enable_thinking", tokenizer.has_thinking) else "off"
+
     def switch_note(self, think: str) -> list[str]:
         """Says that ``think`` changes nothing, where the template has no such switch."""
-        tokenizer = self.engine.tokenizer
-        if think == "auto" or tokenizer.has_thinking or "thinking" in str(tokenizer.chat_template):
+        if think == "auto" or self.thinking(think):
             return []
         return [f"think {think} has no effect: this model's chat template has no thinking switch"]
 
@@ -78,7 +87,7 @@ def open_engine(
     with screen.working(f"loading {name}") as working:
         from mlx_spec.api import Engine
 
-        paths = models.ensure(name, ask=asking.within(working), progress=working.update)
+        paths = models.ensure(name, ask=asking.within(working), progress=working.report)
         ready()
         partner = paths.draft or "auto"
         draft = partner if config.model is None and _takes_weights(config.method) else "auto"

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -75,7 +76,7 @@ class Screen:
     @contextmanager
     def working(self, text: str) -> Iterator[Working]:
         """A line that moves while something takes time; on a terminal only, gone afterwards."""
-        working = Working(text, self.color and self.verbosity >= 0)
+        working = Working(text, self.color and self.verbosity >= 0, self.line)
         try:
             yield working
         finally:
@@ -87,12 +88,17 @@ class Working:
 
     DELAY = 0.4  # seconds
 
-    def __init__(self, text: str, visible: bool) -> None:
+    EVERY = 10.0  # seconds between two lines where nothing can move
+
+    def __init__(self, text: str, visible: bool, line: Callable[[str], None] = lambda text: None) -> None:
         self._text = text
+        self._line = line
+        self._said = float("-inf")
         self._status: Any = None
         self._lock = threading.Lock()
         self._timer = threading.Timer(self.DELAY, self._appear)
         self._timer.daemon = True
+        self._visible = visible
         self._over = not visible
         if visible:
             self._timer.start()
@@ -110,6 +116,14 @@ class Working:
             self._text = text
             if self._status is not None:
                 self._status.update(text)
+
+    def report(self, text: str) -> None:
+        """Like ``update``, for what may take minutes: without a terminal it is a line now and then."""
+        self.update(text)
+        now = time.monotonic()
+        if not self._visible and now - self._said >= self.EVERY:
+            self._said = now
+            self._line(text)
 
     def stop(self) -> None:
         self._timer.cancel()

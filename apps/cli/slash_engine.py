@@ -107,12 +107,10 @@ def _draft(chat: Any, rest: str) -> None:
 @command("stats")
 def _stats(chat: Any, rest: str) -> None:
     """Figures of the last answer, its accepted drafts per round, and the sums of this chat."""
-    from mlx_spec.apps.cli.figures import stats_line
-
     if not chat.answers:
         raise OptionError("there is no answer yet")
     last = chat.answers[-1]
-    chat.screen.say(stats_line(last, chat.talk.plain_tps))
+    chat.screen.say(chat.figures())
     counts = Counter(last.stats.accepted_per_round)
     chat.screen.say("accepted per round: " + ", ".join(f"{n}: {counts[n]}x" for n in sorted(counts)))
     every = [answer.stats for answer in chat.answers]
