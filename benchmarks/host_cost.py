@@ -73,7 +73,7 @@ def steps(width: int, accepted: int) -> mx.array:
 class OurDrafter:
     """``contracts.Drafter``: anchor + steps, on the device."""
 
-    name, layers, max_width = "toy", (0,), None
+    name, layers, max_width, mask_id = "toy", (0,), None, None
 
     def __init__(self, width: int, accepted: int) -> None:
         self.default_width, self.steps, self.length = width, steps(width, accepted), 0

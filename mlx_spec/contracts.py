@@ -116,7 +116,8 @@ class DraftSession(Protocol):
         """At most ``count`` tokens to follow ``anchor``; leaves no speculative state behind."""
 
     def trim(self, length: int) -> int:
-        """Forget positions >= ``length``. Returns the length reached, which may be smaller (even 0)."""
+        """Forget positions >= ``length``; the token at position ``length`` stays what it was. Returns the length
+        reached, which may be smaller (even 0)."""
 
     def arrays(self) -> list[mx.array]:
         """Lazy state that must be evaluated so that graphs do not grow."""
@@ -129,6 +130,7 @@ class Drafter(Protocol):
     layers: tuple[int, ...]  # target layers it needs the outputs of; empty: none
     default_width: int  # rows of a verify when the user names none
     max_width: int | None  # the most rows it can fill (trained block); None: no limit
+    mask_id: int | None  # the id that its masked slots carry; None where it has none
 
     def bind(self, target: Target) -> None:
         """Check the pair and borrow what is shared. Raises PairError with both numbers."""

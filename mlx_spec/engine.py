@@ -22,7 +22,7 @@ from mlx_spec.errors import ContextLengthError, DrafterError, MlxSpecError, Opti
 from mlx_spec.loop import Request, rounds
 from mlx_spec.measure import rows_are_exact
 from mlx_spec.options import Options, SpeculativeConfig
-from mlx_spec.policy import Cycle
+from mlx_spec.policy import Rotation
 from mlx_spec.sampling import make_chooser
 from mlx_spec.sessions import Session
 from mlx_spec.stats import Stats
@@ -117,6 +117,8 @@ class Engine:
         taps = self.target.open_taps(drafter.layers) if drafter is not None and drafter.layers else None
         if self.taps is not None:
             self.taps.close()
+        if drafter is not None and drafter.mask_id in self.tokenizer.eos_token_ids:
+            reason = f"{reason}; its mask id {drafter.mask_id} is an end-of-sequence id here: a wrong pair?"
         self.taps, self.drafter, self.reason = taps, drafter, reason
 
     def redraft(self, draft: str | Path | Drafter | None, speculative: SpeculativeConfig | None = None) -> None:
@@ -164,7 +166,7 @@ class Engine:
             stats.notes.append(f"max_tokens {options.max_tokens} cut to {limit}: the context holds no more")
         stats.cached_tokens = session.match(ids, options.draft_window)
         request = Request(
-            self.target, session, chooser, emitter, Cycle(widths), stats, cancel, fallback=options.fallback
+            self.target, session, chooser, emitter, Rotation(widths), stats, cancel, fallback=options.fallback
         )
         return self._run(request, session, emitter, ids, options.prefill_step, progress)
 

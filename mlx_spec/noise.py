@@ -62,7 +62,11 @@ def gumbel(key: mx.array, positions: mx.array, hashed: mx.array) -> mx.array:
 
 
 def _gumbel(key: mx.array, positions: mx.array, hashed: mx.array) -> mx.array:
-    words = hash_words(key, positions, hashed)
+    return from_words(hash_words(key, positions, hashed))
+
+
+def from_words(words: mx.array) -> mx.array:
+    """uint32 words to standard Gumbel values (float32), decreasing in the word; finite for every word."""
     uniform = mx.minimum((words.astype(mx.float32) + 0.5) * 2.0**-32, _ALMOST_ONE)
     return -mx.log(-mx.log1p(-uniform))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class Cycle:
+class Rotation:
     """The widths asked for, round by round, over and over; one width is the fixed policy.
 
     Replaying a request is giving it the ``widths`` of its own stats.

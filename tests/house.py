@@ -69,8 +69,6 @@ WORDS = {
 ALLOWED_WORDS = {  # (file or folder, identifier): why
     ("mlx_spec/drafters/_dflash_config.py", "block_size"): "the checkpoint's own key",
     ("mlx_spec/drafters/dflash.py", "block_size"): "the checkpoint's own key",
-    ("mlx_spec/policy.py", "Cycle"): "widths that take turns",
-    ("mlx_spec/engine.py", "Cycle"): "widths that take turns",
 }
 
 

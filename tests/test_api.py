@@ -231,3 +231,10 @@ def test_closing_an_engine_leaves_the_model_as_it_was(folder):
         assert [type(layer) for layer in model.layers] != classes
         list(engine.stream(PROMPT))
     assert set(model.__dict__) == before and [type(layer) for layer in model.layers] == classes
+
+
+def test_a_mask_id_that_ends_answers_is_said(pair):
+    drafter = PlannedDrafter(lambda position, count: [])
+    drafter.mask_id = 0
+    with Engine(*pair, drafter=drafter, reason="asked for") as engine:
+        assert engine.reason == "asked for; its mask id 0 is an end-of-sequence id here: a wrong pair?"

@@ -130,6 +130,7 @@ class PlannedDrafter:
         self.layers: tuple[int, ...] = ()
         self.default_width = 4
         self.max_width: int | None = None
+        self.mask_id: int | None = None
 
     def bind(self, target: Any) -> None:
         self.target = target

@@ -38,6 +38,7 @@ class DFlashDrafter:
         self.layers = config.target_layer_ids
         self.default_width = config.block_size
         self.max_width: int | None = config.block_size
+        self.mask_id: int | None = config.mask_token_id
         self.draft_window = self._checked(draft_window)
         self.target: Target | None = None
 

@@ -82,6 +82,7 @@ class NgramDrafter:
     layers: tuple[int, ...] = ()
     default_width = 8
     max_width: int | None = None
+    mask_id: int | None = None
 
     def __init__(self, low: int = DEFAULT_MIN, high: int = DEFAULT_MAX) -> None:
         self.low, self.high = low, high

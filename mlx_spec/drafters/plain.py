@@ -18,6 +18,7 @@ class PlainDrafter:
     name = "plain"
     layers: tuple[int, ...] = ()
     default_width = 1
+    mask_id: int | None = None
     max_width: int | None = 1
 
     def bind(self, target: Target) -> None:
