@@ -15,7 +15,7 @@ import pytest
 
 from mlx_spec import blas
 
-KEPT = ("PYTHONPATH", "PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "TMPDIR")
+KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "TMPDIR")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

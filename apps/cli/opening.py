@@ -14,7 +14,7 @@ import click
 from mlx_spec.apps.cli.output import Screen
 from mlx_spec.apps.cli.terminal import cooked
 from mlx_spec.apps.config import Settings
-from mlx_spec.errors import OptionError
+from mlx_spec.errors import ModelNotFoundError, OptionError
 from mlx_spec.options import SpeculativeConfig
 
 SMALL = "smollm2"  # runs anywhere, needs no hub
@@ -88,6 +88,7 @@ def open_engine(
         from mlx_spec.api import Engine
 
         paths = models.ensure(name, ask=asking.within(working), progress=working.report)
+        bring_drafter(config.model, asking.within(working), working.report, settings["fallback"])
         ready()
         partner = paths.draft or "auto"
         draft = partner if config.model is None and _takes_weights(config.method) else "auto"
@@ -100,6 +101,28 @@ def open_engine(
     if Path(name).is_dir():
         name = str(Path(name).resolve())  # so that `chat -c` finds it from any folder
     return Opened(engine, name, config, paths.target, partner, dict(paths.template_kwargs))
+
+
+def bring_drafter(
+    name: str | None, ask: Callable[[str], bool], say: Callable[[str], None], fallback: bool = False
+) -> None:
+    """Have a drafter's checkpoint here, by the rules of a model: looked at first, asked about where it is large.
+
+    ``fallback`` leaves a drafter that cannot be had to the engine, which goes on without and says why.
+    """
+    from mlx_spec import drafters, hub
+    from mlx_spec.apps import pull
+
+    if name is None or name in drafters.names():
+        return
+    try:
+        if hub.local(name) is None:
+            found = hub.look(name, check=lambda config: hub.refuse_target(config, name))
+            pull.agree(name, found.size, ask)
+            hub.fetch(found, pull.bar(say, f"fetching {name}"))
+    except ModelNotFoundError:
+        if not fallback:
+            raise
 
 
 def _takes_weights(method: str | None) -> bool:

@@ -99,8 +99,16 @@ def _model(chat: Any, rest: str) -> None:
 @command("draft", "[auto|off|method|name]", words=lambda chat, before: () if before else ("auto", "off", *methods()))
 def _draft(chat: Any, rest: str) -> None:
     """Show the drafter, or go on with another one."""
+    from mlx_spec.apps.cli.opening import Asking, bring_drafter
+
     if rest:
-        chat.talk.redraft(rest)
+        try:
+            with chat.interrupts.raising(), chat.screen.working(f"loading {rest}") as working:
+                if rest not in ("auto", "off", "none"):
+                    bring_drafter(rest, Asking(chat.screen, chat.yes).within(working), working.report)
+                chat.talk.redraft(rest)
+        except KeyboardInterrupt:
+            chat.screen.say("stopped")
     _draft_line(chat)
 
 
