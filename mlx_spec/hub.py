@@ -231,12 +231,13 @@ def explain(error: Exception, name: str, revision: str | None = None, begun: boo
 def _refused(error: hub_errors.HfHubHTTPError, name: str, revision: str | None) -> MlxSpecError:
     """An answer of the hub that is not the file."""
     status = error.response.status_code
-    login = "" if get_token() else ", or log in with `hf auth login`"
+    known = get_token() is not None
+    login = "" if known else ", or log in with `hf auth login`"
     if isinstance(error, hub_errors.GatedRepoError):
         return ModelNotFoundError(f"{name} is gated ({status}): accept its terms on its page at the hub{login}")
     if isinstance(error, hub_errors.RevisionNotFoundError):
         return ModelNotFoundError(f"{name} has no revision {revision!r}; check the branch, tag or commit")
-    if isinstance(error, hub_errors.RepositoryNotFoundError):
+    if isinstance(error, hub_errors.RepositoryNotFoundError) or (status == 401 and not known):
         return ModelNotFoundError(f"the hub has no {name}, or it is private ({status}); check the spelling{login}")
     if status == 401:
         return ModelNotFoundError(f"the hub does not accept your token for {name} (401); log in again: `hf auth login`")
