@@ -166,6 +166,89 @@ def test_one_press_stops_and_two_leave() -> None:
     assert not interrupts.cancelled()
 
 
+# choosing a model
+
+
+class Lines:
+    """A screen that keeps what it is told."""
+
+    verbosity = 0
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def line(self, text: str, faint: bool = False) -> None:
+        self.lines.append(text)
+
+
+@pytest.mark.parametrize(
+    ("suggestion", "asked", "answer", "yes", "wanted"),
+    [
+        (None, True, True, False, "smollm2"),
+        (SimpleNamespace(name="big", line="Big suits."), True, True, False, "big"),
+        (SimpleNamespace(name="big", line="Big suits."), True, False, False, "smollm2"),
+        (SimpleNamespace(name="big", line="Big suits."), False, True, False, "smollm2"),
+        (SimpleNamespace(name="big", line="Big suits."), False, False, True, "big"),
+    ],
+)
+def test_who_names_no_model_is_told_the_choice(
+    suggestion: Any, asked: bool, answer: bool, yes: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlx_spec.apps import models
+    from mlx_spec.apps.cli import opening
+
+    monkeypatch.setattr(models, "recommend", lambda: suggestion)
+    monkeypatch.setattr(opening, "_can_ask", lambda: asked)
+    monkeypatch.setattr(opening, "_confirm", lambda question: answer)
+    screen = Lines()
+    assert opening.choose(screen, yes) == wanted  # type: ignore[arg-type]
+    assert wanted in screen.lines[-1]
+    assert "--model" in screen.lines[-1]
+
+
+def test_a_drafter_is_asked_about_before_it_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_spec import hub
+    from mlx_spec.apps.cli.opening import Asking, bring_drafter
+
+    fetched: list[str] = []
+    monkeypatch.setattr(hub, "local", lambda name: None)
+    monkeypatch.setattr(hub, "look", lambda name, check: SimpleNamespace(name=name, size=3e9))
+    monkeypatch.setattr(hub, "fetch", lambda found, progress: fetched.append(found.name))
+    bring_drafter("ngram", lambda question: False, print)
+    bring_drafter(None, lambda question: False, print)
+    with pytest.raises(errors.OptionError, match="not fetched"):
+        bring_drafter("a/b", lambda question: False, print)
+    monkeypatch.setattr("mlx_spec.apps.cli.opening._can_ask", lambda: False)
+    with pytest.raises(errors.OptionError, match=r"3\.0 GB.*--yes"):
+        bring_drafter("a/b", Asking(Lines(), False).within(None), print)  # type: ignore[arg-type]
+    assert fetched == []
+    bring_drafter("a/b", Asking(Lines(), True).within(None), print)  # type: ignore[arg-type]
+    assert fetched == ["a/b"]
+
+    def nowhere(name: str, check: Any) -> Any:
+        raise errors.OfflineError(name)
+
+    monkeypatch.setattr(hub, "look", nowhere)
+    bring_drafter("a/b", lambda question: True, print, fallback=True)
+    with pytest.raises(errors.OfflineError):
+        bring_drafter("a/b", lambda question: True, print)
+
+
+def test_long_work_without_a_terminal_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_spec.apps.cli import output
+
+    now = [100.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+    lines: list[str] = []
+    working = output.Working("x", visible=False, line=lines.append)
+    for second in range(25):
+        now[0] = 100.0 + second
+        working.report(f"at {second}")
+        working.update("never a line")
+    working.stop()
+    assert lines == ["at 0", "at 10", "at 20"]
+
+
 # flags
 
 

@@ -61,7 +61,8 @@ def generate(prompt: str | None, raw: bool, as_json: bool, as_jsonl: bool, **fla
         from mlx_spec.apps.cli.figures import stats_line
 
         thinking = "" if raw else opened.thinking(settings["think"])
-        screen.line(stats_line(answer, thinking), faint=True)
+        line = stats_line(answer, thinking)
+        screen.say(line) if settings.source("stats") == "flag" else screen.line(line, faint=True)
     if answer.stopped:
         raise KeyboardInterrupt
 
