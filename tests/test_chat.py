@@ -87,6 +87,7 @@ def test_a_talk_with_interruptions_and_its_continuation(
     assert "vs plain" not in figures, "a ratio is shown only after it was measured"
     chat.say("two\x1b\rlines")  # Alt-Enter
     chat.say('"""three\rmore\nlines"""')  # Enter inside a block, Ctrl-J
+    chat.say("\x1b[200~pasted\r\nlines\x1b[201~")  # as a terminal brackets a paste
 
     chat.do("/set max_tokens -1", "max_tokens = -1")
     chat.child.send("a long one\r")
@@ -108,11 +109,12 @@ def test_a_talk_with_interruptions_and_its_continuation(
     chat.do("/nonsense", "there is no command /nonsense")
 
     messages = exported(tmp_path / "one.json")
-    assert [m["role"] for m in messages] == ["user", "assistant"] * 6
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 7
     users = [m["content"] for m in messages[::2]]
-    assert users == ["hello", "two\nlines", "three\nmore\nlines", "a long one", "after the stop", "sampled"]
-    assert [m["stopped"] for m in messages[1::2]] == [False, False, False, True, False, False]
-    assert messages[9]["content"] == cold_answer(tiny_folder, messages[:9], 12), "warm after a stop equals cold"
+    assert users[:4] == ["hello", "two\nlines", "three\nmore\nlines", "pasted\nlines"]
+    assert users[4:] == ["a long one", "after the stop", "sampled"]
+    assert [m["stopped"] for m in messages[1::2]] == [False] * 4 + [True] + [False] * 2
+    assert messages[11]["content"] == cold_answer(tiny_folder, messages[:11], 12), "warm after a stop equals cold"
 
     chat.child.send("\x03")
     chat.child.expect("Ctrl-D")
@@ -126,13 +128,13 @@ def test_a_talk_with_interruptions_and_its_continuation(
     again.do("/clear", "new conversation")
     again.say("fresh")
     again.do(f"/export json {tmp_path}/fresh.json", "wrote")
-    again.do("/load my", "continuing 'my talk', 12 messages")
+    again.do("/load my", "continuing 'my talk', 14 messages")
     again.do("/file /nowhere", "No such file")
     again.do("/set temperature hot", "temperature must be a number")
     assert again.leave() == 0
     two, fresh = exported(tmp_path / "two.json"), exported(tmp_path / "fresh.json")
-    assert two[:10] == messages[:10], "the undone exchange is gone, the rest is as it was"
-    assert [m["content"] for m in two[10::2]] == ["and on"]
+    assert two[:12] == messages[:12], "the undone exchange is gone, the rest is as it was"
+    assert [m["content"] for m in two[12::2]] == ["and on"]
     assert fresh[1]["content"] == cold_answer(tiny_folder, fresh[:1], 12), "nothing of the old talk is left"
 
     data = tmp_path / "home/.local/share/mlx-spec"
@@ -208,6 +210,7 @@ def test_commands_of_the_engine(open_chat: Open, tiny_folder: Path, tmp_path: Pa
     chat.say("traced")
     chat.do("/stats", "accepted per round")
     chat.do("/tokens", r"tokens of 4096")
+    chat.do("/show template", "assistant")
     chat.do("/system Be brief.", "system: Be brief.")
     (tmp_path / "notes.txt").write_text("Some notes.")
     chat.do(f"/file {tmp_path}/notes.txt", "goes with your next message")
@@ -221,6 +224,26 @@ def test_commands_of_the_engine(open_chat: Open, tiny_folder: Path, tmp_path: Pa
     chat.child.send("/se\t")  # completed as far as it is clear
     chat.child.expect("/set")
     assert chat.leave("\x03\x04") == 0
+
+
+@pytest.mark.full
+def test_terminals_that_can_little(cli_env: dict[str, str], tiny_folder: Path, tmp_path: Path) -> None:
+    """TERM=dumb gets no escape codes; an answer that goes to a file leaves the talk on the terminal."""
+    line = f"{COMMAND} chat --no-history -m {tiny_folder} --max-tokens 8 --blas bundled"
+    for env, rest in ((cli_env | {"TERM": "dumb"}, ""), (cli_env | TERMINAL, f" >{tmp_path}/answers")):
+        child = pexpect.spawn("bash", ["-c", line + rest], env=env, encoding="utf-8", timeout=60)
+        child.expect(">>>")
+        child.send("hello\r")
+        child.expect("tok/s")
+        assert ("\x1b" in child.before) == bool(rest)
+        child.expect(">>>")
+        child.send("\x04")
+        child.expect(pexpect.EOF)
+        child.close()
+        assert child.exitstatus == 0
+    answer = (tmp_path / "answers").read_text(errors="replace")
+    assert answer.endswith("\n")
+    assert "\x1b[" not in answer
 
 
 @pytest.mark.full

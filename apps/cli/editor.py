@@ -14,6 +14,7 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output.defaults import create_output
+from prompt_toolkit.utils import is_dumb_terminal
 
 PATHS = object()  # what a completion source returns for "a file"
 FENCE = '"""'
@@ -98,6 +99,8 @@ class Editor:
             history.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             os.close(os.open(history, os.O_RDWR | os.O_CREAT, 0o600))
             kept = FileHistory(str(history))
+        # The prompt goes to stderr where stdout is a file. A terminal without escape codes: prompt_toolkit's own case.
+        output = None if is_dumb_terminal() else create_output(always_prefer_tty=True)
         self._session: PromptSession[str] = PromptSession(
             ">>> ",
             history=kept,
@@ -106,7 +109,7 @@ class Editor:
             multiline=True,
             key_bindings=keys(),
             prompt_continuation=lambda width, line, wrapped: "... ",
-            output=create_output(always_prefer_tty=True),  # the prompt goes to stderr where stdout is a file
+            output=output,
             tempfile_suffix=".md",
         )
 
