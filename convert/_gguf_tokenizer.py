@@ -26,10 +26,16 @@ SPLITTERS: dict[str, Callable[[], Any]] = {
 # Control tokens that end an answer whatever the metadata says; llama.cpp keeps the same kind of list.
 ENDINGS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>")
 ID_KEYS = ("eos", "eot", "eom")
+NEEDED = tuple(f"tokenizer.ggml.{key}" for key in ("tokens", "token_type", "merges"))
 
 
 def write_tokenizer(folder: Path, metadata: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """Write the tokenizer's files; returns the special ids that belong into config.json."""
+    lacking = [key for key in NEEDED if key not in metadata]
+    if lacking:
+        raise CheckpointError(
+            f"{source} has no metadata key {lacking[0]}; a model without its tokenizer cannot be used"
+        )
     tokens, types = list(metadata["tokenizer.ggml.tokens"]), metadata["tokenizer.ggml.token_type"].tolist()
     build(metadata, tokens, types, source).save(str(folder / "tokenizer.json"))
     ids = special_ids(metadata, tokens, types)

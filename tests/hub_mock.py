@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-COMMIT = "c0ffee" * 6 + "abcd"
+import pytest
+from huggingface_hub import constants
+
+
+def commit_of(name: str) -> str:
+    """The one commit of a repository."""
+    return hashlib.sha1(name.encode()).hexdigest()
 
 
 @dataclass
@@ -48,33 +55,34 @@ class Hub:
         parts = unquote(urlsplit(path).path).strip("/").split("/")
         api = parts[:2] == ["api", "models"]
         parts = parts[2:] if api else parts
-        repo = self.repos.get("/".join(parts[:2]))
+        name = "/".join(parts[:2])
+        repo, commit = self.repos.get(name), commit_of(name)
         if repo is None:
             return 404, {"X-Error-Code": "RepoNotFound"}, b"{}", 2
         if repo.status != 200:
             return repo.status, {"X-Error-Code": repo.code} if repo.code else {}, b"{}", 2
         rest = parts[2:]
-        if rest[:1] == ["revision"] and rest[1] not in ("main", COMMIT):
+        if rest[:1] == ["revision"] and rest[1] not in ("main", commit):
             return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}", 2
         if api:
-            value = self._tree(repo) if rest[:1] == ["tree"] else self._info("/".join(parts[:2]), repo)
+            value = self._tree(repo) if rest[:1] == ["tree"] else self._info(name, repo)
             body = json.dumps(value).encode()
             return 200, {"Content-Type": "application/json"}, body, len(body)
-        name = "/".join(rest[2:])
-        if name not in repo.files:
-            return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, b"", 0
-        whole = repo.files[name]
+        file = "/".join(rest[2:])
+        if file not in repo.files:
+            return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, b"", 0
+        whole = repo.files[file]
         tag = hashlib.sha1(whole).hexdigest()
         return (
             200,
-            {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT},
-            whole[:-9] if name in repo.short else whole,
+            {"ETag": f'"{tag}"', "X-Repo-Commit": commit},
+            whole[:-9] if file in repo.short else whole,
             len(whole),
         )
 
     def _info(self, name: str, repo: Repo) -> dict[str, Any]:
         sizes = [{"rfilename": file, "size": repo.claimed.get(file, len(body))} for file, body in repo.files.items()]
-        return {"id": name, "modelId": name, "sha": COMMIT, "siblings": sizes, "tags": [], "private": False}
+        return {"id": name, "modelId": name, "sha": commit_of(name), "siblings": sizes, "tags": [], "private": False}
 
     def _tree(self, repo: Repo) -> list[dict[str, Any]]:
         return [
@@ -119,3 +127,26 @@ def serving(hub: Hub) -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def point_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``url`` the hub of this process."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+
+
+def start_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cache, no token, nothing pulled."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+def closed_port() -> str:
+    """An address where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import ssl
 import urllib.error
 import urllib.request
@@ -11,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hub_mock import Hub, closed_port, commit_of, point_at, serving, start_afresh
 from huggingface_hub import constants
 from huggingface_hub.utils import httpx
-from hub_mock import COMMIT, Hub, serving
 
 from mlx_spec import hub
 from mlx_spec.errors import (
@@ -31,20 +30,10 @@ TOKEN = "hf_" + "secretsecret"
 WEIGHTS = "model.safetensors"
 
 
-def point_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-
-
 @pytest.fixture
 def mock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_folder: Path) -> Iterator[Hub]:
     """A hub with ``owner/tiny``, and an empty cache."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    start_afresh(tmp_path, monkeypatch)
     with serving(Hub()) as server:
         server.add("owner/tiny", tiny_folder)
         point_at(server.url, monkeypatch)
@@ -55,7 +44,7 @@ def test_a_model_is_fetched_once_and_then_needs_no_request(mock: Hub, tiny_folde
     seen: list[tuple[int, int]] = []
     folder = hub.resolve("owner/tiny", progress=lambda done, total: seen.append((done, total)))
     assert (folder / WEIGHTS).read_bytes() == (tiny_folder / WEIGHTS).read_bytes()
-    assert folder.name == COMMIT
+    assert folder.name == commit_of("owner/tiny")
     assert seen[-1][0] == seen[-1][1] > (tiny_folder / WEIGHTS).stat().st_size
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     asked = len(mock.requests)
@@ -70,12 +59,6 @@ def test_a_cached_model_is_used_without_any_network(mock: Hub, monkeypatch: pyte
     assert hub.resolve("owner/tiny") == folder
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub.resolve("owner/tiny") == folder
-
-
-def closed_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
 REFUSALS = [
@@ -196,9 +179,10 @@ def test_a_body_that_is_too_short_leaves_no_model_behind(mock: Hub, tiny_folder:
     with pytest.raises(OfflineError):
         hub.resolve("owner/cut", download=False)
     repo.short.clear()
-    before = {name: mock.asked_for(f"GET /owner/cut/resolve/{COMMIT}/{name}") for name in repo.files}
+    path = f"GET /owner/cut/resolve/{commit_of('owner/cut')}"
+    before = {name: mock.asked_for(f"{path}/{name}") for name in repo.files}
     assert (hub.resolve("owner/cut") / WEIGHTS).read_bytes() == repo.files[WEIGHTS]
-    again = {name: mock.asked_for(f"GET /owner/cut/resolve/{COMMIT}/{name}") - before[name] for name in repo.files}
+    again = {name: mock.asked_for(f"{path}/{name}") - before[name] for name in repo.files}
     assert again[WEIGHTS] == 1
     finished = [name for name, count in before.items() if count and name != WEIGHTS]
     assert finished
