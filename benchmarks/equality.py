@@ -144,9 +144,8 @@ def main() -> int:
         greedy = [run for run in done.values() if run["lane"] == "plain" and not run["temp"]]
         for run in greedy:
             same = against_mlx_lm(model, tokenizer, prompts[run["prompt"]], run["ids"])
-            print(
-                f"mlx_lm.stream_generate, prompt {run['prompt']}, {run['tokens']} tokens: {'equal' if same else 'DIFFERS'}"
-            )
+            told = "equal" if same else "DIFFERS"
+            print(f"mlx_lm.stream_generate, prompt {run['prompt']}, {run['tokens']} tokens: {told}")
             faults += not same
     drafted = sum(run["lane"] != "plain" for run in done.values())
     print(
