@@ -243,10 +243,11 @@ def test_long_work_without_a_terminal_is_a_line_now_and_then(monkeypatch: pytest
     working = output.Working("x", visible=False, line=lines.append)
     for second in range(25):
         now[0] = 100.0 + second
-        working.report(f"at {second}")
+        working.report(f"fetching: {second}")
         working.update("never a line")
+    working.report("converting")
     working.stop()
-    assert lines == ["at 0", "at 10", "at 20"]
+    assert lines == ["fetching: 0", "fetching: 10", "fetching: 20", "converting"], "a new step does not wait"
 
 
 # flags

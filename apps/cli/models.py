@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 
 import click
 from click.shell_completion import CompletionItem
 
 from mlx_spec.apps.cli.output import Screen
 from mlx_spec.errors import OptionError
-
-EVERY = 10.0  # seconds between two lines of progress where no line can move
 
 
 def _known(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -63,8 +60,7 @@ def pull(name: str, yes: bool, debug: bool) -> None:
 
     screen = Screen()
     with screen.working(f"looking for {name}") as working:
-        said = working.update if screen.color else Spaced(screen)
-        paths = known.ensure(name, ask=Asking(screen, yes).within(working), progress=said)
+        paths = known.ensure(name, ask=Asking(screen, yes).within(working), progress=working.report)
     click.echo(f"{name} is here: {paths.target}" + (f" with drafter {paths.draft.resolve()}" if paths.draft else ""))
 
 
@@ -81,19 +77,3 @@ def rm(name: str, yes: bool) -> None:
         click.confirm(f"Remove {name}?", abort=True, err=True)
     freed = known.remove(name)
     click.echo(f"{name} is removed; {freed / 1e9:.2f} GB freed")
-
-
-class Spaced:
-    """Progress where no line can move: each new step at once, its figures every ten seconds."""
-
-    def __init__(self, screen: Screen) -> None:
-        self._screen = screen
-        self._step = ""
-        self._when = 0.0
-
-    def __call__(self, text: str) -> None:
-        step, now = text.split(":")[0], time.monotonic()
-        if step == self._step and now - self._when < EVERY:
-            return
-        self._step, self._when = step, now
-        self._screen.line(text)

@@ -94,6 +94,7 @@ class Working:
         self._text = text
         self._line = line
         self._said = float("-inf")
+        self._step = ""
         self._status: Any = None
         self._lock = threading.Lock()
         self._timer = threading.Timer(self.DELAY, self._appear)
@@ -118,11 +119,12 @@ class Working:
                 self._status.update(text)
 
     def report(self, text: str) -> None:
-        """Like ``update``, for what may take minutes: without a terminal it is a line now and then."""
+        """Like ``update``, for what may take minutes: without a terminal it is a line for each new step (the words
+        before a colon), and its figures now and then."""
         self.update(text)
-        now = time.monotonic()
-        if not self._visible and now - self._said >= self.EVERY:
-            self._said = now
+        step, now = text.partition(":")[0], time.monotonic()
+        if not self._visible and (step != self._step or now - self._said >= self.EVERY):
+            self._step, self._said = step, now
             self._line(text)
 
     def stop(self) -> None:
