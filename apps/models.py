@@ -85,6 +85,7 @@ def ensure(
 def _bring(
     name: str, alias: Alias | None, place: Path, ask: pull.Ask, say: pull.Say, pip_options: tuple[str, ...]
 ) -> None:
+    pull.sweep(place)
     if place.exists():
         say(f"{name} is here but incomplete; fetching it again")
         shutil.rmtree(place)

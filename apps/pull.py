@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -69,6 +70,14 @@ def alone(name: str, say: Say) -> Iterator[None]:
         yield
 
 
+def sweep(place: Path) -> None:
+    """Remove what a process that was killed left beside ``place``. Only under its lock."""
+    left = re.compile(rf"\.{re.escape(place.name)}\.(wheel\.)?\w{{8}}")  # tempfile's names
+    for path in place.parent.iterdir():
+        if path.is_dir() and left.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
 def from_hub(name: str, target: str, draft: str | None, ask: Ask, say: Say) -> Path:
     """Bring a target and its drafter, both looked at before either is fetched, and link them under ``name``."""
     brought: dict[str, tuple[Path, dict[str, Any]]] = {}
@@ -84,7 +93,7 @@ def from_hub(name: str, target: str, draft: str | None, ask: Ask, say: Say) -> P
             looked[role] = hub.look(repo, check=_check(role, repo))
     agree(name, sum(remote.size for remote in looked.values()), ask)
     for role, remote in looked.items():
-        folder = hub.fetch(remote, bar(say, f"fetching {remote.name}"))
+        folder = hub.fetch(remote, bar(say, f"fetching {remote.name}"), waiting=say)
         brought[role] = folder, _note(remote.name, folder, ours=True)
     place = place_of(name)
     record = {"name": name, "source": "hub", **{role: note for role, (_, note) in brought.items()}}
@@ -151,6 +160,7 @@ def small(alias: Alias, ask: Ask, say: Say, pip_options: tuple[str, ...] = ()) -
     from mlx_spec.convert.recast import recast
 
     say(f"writing {alias.name} in float32 for this CPU")
+    hub.refuse_full(place_of(alias.name).parent, 2 * hub.check_target(folder).size, alias.name)
     record = {"name": alias.name, "source": "hub", "target": note, "dtype": "float32"}
     return _finish(alias.name, lambda place: recast(folder, place, "float32"), record)
 
@@ -161,7 +171,7 @@ def _snapshot(repo: str, say: Say) -> tuple[Path, dict[str, Any]]:
         return found, _note(repo, found)
     say("asking the hub")
     remote = hub.look(repo, check=_check("target", repo))
-    folder = hub.fetch(remote, bar(say, f"fetching {repo}"))
+    folder = hub.fetch(remote, bar(say, f"fetching {repo}"), waiting=say)
     return folder, _note(repo, folder, ours=True)
 
 

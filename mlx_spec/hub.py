@@ -8,13 +8,16 @@ that never holds a token. Reads no environment (huggingface_hub reads its own); 
 from __future__ import annotations
 
 import errno
+import fcntl
 import fnmatch
+import logging
 import shutil
 import ssl
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import platformdirs
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download, snapshot_download, try_to_load_from_cache
@@ -48,9 +51,15 @@ PATTERNS = (
     "*.jinja",
 )
 TIMEOUT = 5.0  # seconds until a hub that does not answer counts as out of reach
+PAUSE = 0.2  # seconds between two tries of a lock
 
 Progress = Callable[[int, int], None]  # (bytes on disk, bytes in total) of this download
 Check = Callable[[Mapping[str, Any]], None]  # raises what is wrong with a config.json, before weights are fetched
+
+
+Waiting = Callable[[str], None]  # gets a sentence once, when another program holds what is needed
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -143,8 +152,9 @@ def look(name: str, revision: str | None = None, check: Check | None = None) -> 
     return Remote(name, revision, commit, {file: size for file, size in wanted.items() if file not in here}, config)
 
 
-def fetch(remote: Remote, progress: Progress | None = None) -> Path:
+def fetch(remote: Remote, progress: Progress | None = None, waiting: Waiting = _log.warning) -> Path:
     """Bring a repository that ``look`` saw into huggingface_hub's cache; the snapshot's folder, checked."""
+    _wait_for_others(remote.name, waiting)
     refuse_full(Path(constants.HF_HUB_CACHE), remote.size, remote.name)
     bar = None if progress is None else _bar(lambda done: progress(min(done, remote.size), remote.size))
     try:
@@ -155,6 +165,29 @@ def fetch(remote: Remote, progress: Progress | None = None) -> Path:
         raise explain(error, remote.name, remote.revision, begun=True) from error
     check_folder(folder)
     return Path(folder)
+
+
+def _wait_for_others(name: str, waiting: Waiting) -> None:
+    """Until nobody else fetches this repository. huggingface_hub would wait too, but in threads of its own: silently,
+    and deaf to Ctrl-C."""
+    folder = Path(constants.HF_HUB_CACHE) / ".locks" / f"models--{name.replace('/', '--')}"
+    for path in sorted(folder.glob("*.lock")):
+        told = False
+        with path.open("r+") as file:
+            while not _free(file):
+                if not told:
+                    waiting(f"waiting for another program that is fetching {name} (lock {path})")
+                told = True
+                time.sleep(PAUSE)
+
+
+def _free(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return True
 
 
 def refuse_full(place: Path, needed: int, what: str) -> None:
@@ -225,7 +258,8 @@ def explain(error: Exception, name: str, revision: str | None = None, begun: boo
     if begun:
         rest = "run it again, finished files are kept"
         return OfflineError(f"the connection to the hub broke off while {name} was fetched; {rest}")
-    return OfflineError(f"{name} is not on this machine and the hub cannot be reached; connect, or name a folder here")
+    other = "name a folder here" if "/" in name else f"bring it with `mlx-spec models pull {name}`"
+    return OfflineError(f"{name} is not on this machine and the hub cannot be reached; connect, or {other}")
 
 
 def _refused(error: hub_errors.HfHubHTTPError, name: str, revision: str | None) -> MlxSpecError:

