@@ -17,7 +17,9 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 
 def make(*words: str) -> str:
-    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    """Standard output of a make of its own, also where these tests run under ``make test``."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
 
 
 def fake_python(folder: Path, version: str, check: str) -> Path:
