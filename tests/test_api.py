@@ -238,3 +238,23 @@ def test_a_mask_id_that_ends_answers_is_said(pair):
     drafter.mask_id = 0
     with Engine(*pair, drafter=drafter, reason="asked for") as engine:
         assert engine.reason == "asked for; its mask id 0 is an end-of-sequence id here: a wrong pair?"
+
+
+def test_an_unreadable_drafter_is_refused_before_its_weights_are_fetched(folder, monkeypatch):
+    """The hub is asked for config.json first; only then would weights come."""
+    from mlx_spec import hub
+
+    configs = {
+        "some/eagle": {"architectures": ["LlamaForCausalLMEagle3"]},
+        "some/dflash2": {"dflash_config": {"target_layer_ids": [0], "mask_token_id": 1, "selector_rank": 256}},
+        "some/llama": {"model_type": "llama"},
+    }
+    monkeypatch.setattr(hub, "look", lambda name, revision, check: check(configs[name]))
+    monkeypatch.setattr(hub, "fetch", lambda *a: pytest.fail("weights were fetched"))
+    for name, words in (
+        ("some/eagle", "EAGLE drafter"),
+        ("some/dflash2", "selector_rank"),
+        ("some/llama", "language model"),
+    ):
+        with pytest.raises(MlxSpecError, match=words):
+            Engine.load(folder, draft=name)

@@ -9,6 +9,7 @@ A method module defines
 A method that reads checkpoints also defines
 
     def reads(config: Mapping[str, Any]) -> bool      # is this config.json one of mine?
+    def check(config: Mapping[str, Any]) -> None      # raises UnsupportedError for a key that is not implemented
 
 Modules whose name starts with an underscore are helpers, never methods. Listing the names imports no
 method and no MLX.
@@ -54,14 +55,22 @@ def detect(folder: Path) -> str:
     Raises ModelNotFoundError, CheckpointError (no readable config.json), PairError (a language model) and
     UnsupportedError (a drafter that no method here reads); the message says what the checkpoint is.
     """
-    config = read_config(folder)
-    refuse_target(config, folder)
+    return _reader(read_config(folder), folder)
+
+
+def refuse_unreadable(config: Mapping[str, Any], origin: object) -> None:
+    """What ``detect`` and ``load`` would say to this config.json, said before any weights are fetched."""
+    resolve(_reader(config, origin)).check(config)
+
+
+def _reader(config: Mapping[str, Any], origin: object) -> str:
+    refuse_target(config, origin)
     for name in names():
         reads = getattr(resolve(name), "reads", None)
         if reads is not None and reads(config):
             return name
     known = ", ".join(names())
-    raise UnsupportedError(f"{folder} is a {drafter_format(config)} drafter, which no method here reads ({known})")
+    raise UnsupportedError(f"{origin} is a {drafter_format(config)} drafter, which no method here reads ({known})")
 
 
-__all__ = ["detect", "load", "names", "resolve"]
+__all__ = ["detect", "load", "names", "refuse_unreadable", "resolve"]

@@ -31,7 +31,7 @@ def choose(draft: object, config: SpeculativeConfig, target: Path) -> tuple[Draf
         if config.method not in (None, name):
             raise OptionError(f"method {config.method} and drafter {name} contradict each other; give one")
         return drafters.load(name, None, settings), f"method {name} was asked for"
-    folder = hub.resolve(name)
+    folder = hub.resolve(name, check=lambda found: drafters.refuse_unreadable(found, name))
     method = drafters.detect(folder)
     if config.method not in (None, method):
         raise OptionError(f"{name} is read by method {method}, not {config.method}; leave --method out")

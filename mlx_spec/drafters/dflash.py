@@ -143,6 +143,14 @@ def reads(config: Mapping[str, Any]) -> bool:
     return drafter_format(config) in FORMATS
 
 
+def check(config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError or CheckpointError naming the key that keeps this config.json from serving."""
+    DFlashConfig.parse(config)
+    if drafter_format(config) != "DFlash":
+        named = config.get("architectures")
+        raise UnsupportedError(f"a {drafter_format(config)} drafter (architectures {named}) is not plain DFlash")
+
+
 def load(source: Path | None, settings: Mapping[str, Any]) -> DFlashDrafter:
     """From a folder with config.json and model*.safetensors.
 
@@ -156,10 +164,8 @@ def load(source: Path | None, settings: Mapping[str, Any]) -> DFlashDrafter:
     if source is None:
         raise OptionError("method dflash needs a drafter checkpoint; name its folder or hub id")
     folder = check_drafter(source)
+    check(folder.config)
     config = DFlashConfig.parse(folder.config)
-    if folder.format != "DFlash":
-        named = folder.config.get("architectures")
-        raise UnsupportedError(f"{source} is a {folder.format} drafter (architectures {named}), not plain DFlash")
     model = load_weights(folder, config, settings.get("draft_swa_causal") or "auto")
     return DFlashDrafter(config, model, settings.get("draft_window"))
 
