@@ -20,7 +20,7 @@ from typing import Any
 from mlx_spec import hub
 from mlx_spec.apps import wheels
 from mlx_spec.apps.aliases import Alias, Wheel
-from mlx_spec.errors import CheckpointError, ModelNotFoundError, OfflineError, OptionError, UnsupportedError
+from mlx_spec.errors import CheckpointError, ModelNotFoundError, OfflineError, OptionError
 
 RECORD = "pulled.json"
 DRAFTER = "drafter"  # where the engine looks for the drafter that travels with a target
@@ -123,10 +123,7 @@ def _check(role: str, repo: str) -> hub.Check:
     def drafter(config: Mapping[str, Any]) -> None:
         from mlx_spec import drafters
 
-        hub.refuse_target(config, repo)
-        methods = [drafters.resolve(name) for name in drafters.names()]
-        if not any(method.reads(config) for method in methods if hasattr(method, "reads")):
-            raise UnsupportedError(f"{repo} is in the {hub.drafter_format(config)} format, which no drafter here reads")
+        drafters.refuse_unreadable(config, repo)
 
     return target if role == "target" else drafter
 

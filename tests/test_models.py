@@ -145,7 +145,7 @@ def test_both_are_looked_at_before_either_is_fetched(
         models.ensure("pair")
     mock.add("owner/other", {"config.json": b'{"architectures": ["Eagle3"]}', "model.safetensors": b""})
     monkeypatch.setitem(ALIASES, "pair", replace(PAIR, draft="owner/other"))
-    with pytest.raises(UnsupportedError, match="owner/other is in the EAGLE format, which no drafter here reads"):
+    with pytest.raises(UnsupportedError, match="owner/other is a EAGLE drafter, which no method here reads"):
         models.ensure("pair")
     assert not mock.asked_for("model.safetensors")
     assert not pull.place_of("pair").exists()
