@@ -122,8 +122,8 @@ def ours_rounds(engine: Engine, width: int, tokens: int) -> int:
 
     seen = 0
     stream = engine.stream(PROMPT, Options(max_tokens=tokens, width=width))
-    request, session, _, ids, step, progress = _parts(stream)
-    session.prefill(ids, step, request.cancel, progress)
+    request, ids, step, progress = _parts(stream)
+    request.talk.prefill(ids, step, request.cancel, progress)
     for _ in rounds(request):
         seen += 1
     return seen
@@ -131,7 +131,7 @@ def ours_rounds(engine: Engine, width: int, tokens: int) -> int:
 
 def _parts(stream: Any) -> tuple[Any, ...]:
     local = stream.gi_frame.f_locals
-    return tuple(local[name] for name in ("request", "session", "emitter", "ids", "step", "progress"))
+    return tuple(local[name] for name in ("request", "ids", "step", "progress"))
 
 
 def ours_stream(engine: Engine, width: int, tokens: int) -> int:

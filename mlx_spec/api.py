@@ -5,15 +5,20 @@ Every front end comes in here. Knows the engine, no terminal, HTTP or alias.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_spec.contracts import Drafter
+from mlx_spec.contracts import Drafter, Progress
 from mlx_spec.engine import Engine, GenerationResponse
-from mlx_spec.errors import OptionError, UnsupportedError
+from mlx_spec.errors import OptionError, SessionError, UnsupportedError
 from mlx_spec.options import Options, SpeculativeConfig, with_stop
 from mlx_spec.sessions import PromptCache, Session
 from mlx_spec.text import encode_prompt
@@ -43,6 +48,7 @@ def load(
     The model is mlx-lm's own object and remembers its drafter, so ``stream_generate(model, tokenizer, ...)`` drafts.
     ``draft`` and ``speculative``: see ``Engine.load``.
     """
+    gc.collect()  # a model and its engine hold each other: free those that were dropped before more memory is taken
     engine = Engine.load(
         path_or_hf_repo,
         draft,
@@ -55,32 +61,53 @@ def load(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
-    object.__setattr__(engine.model, ENGINE, engine)
+    object.__setattr__(engine.model, ENGINE, Link(engine))
     if return_config:
         return engine.model, engine.tokenizer, engine.config
     return engine.model, engine.tokenizer
 
 
 def engine_of(model: Any, tokenizer: Any) -> Engine:
-    """The engine that ``load`` gave ``model``, or a new one without a drafter for a model loaded by mlx-lm."""
-    engine = model.__dict__.get(ENGINE)
+    """The engine that ``load`` gave ``model``, or a new one without a drafter for a model loaded by mlx-lm.
+
+    It decodes with ``tokenizer``, as mlx-lm would: end-of-sequence ids are the tokenizer's.
+    """
+    engine = _linked(model)
     if engine is None:
         engine = Engine(model, tokenizer, reason="the model was loaded without a drafter (use mlx_spec.load)")
-        object.__setattr__(model, ENGINE, engine)
-    assert isinstance(engine, Engine)
+        object.__setattr__(model, ENGINE, Link(engine))
+    if tokenizer is not engine.tokenizer:
+        engine.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     return engine
 
 
-def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> PromptCache:
-    """A prompt cache for ``stream_generate(..., prompt_cache=...)`` that also keeps the drafter's context.
+@dataclass
+class Link:
+    """From a model object to its engine. Copies and pickles of the model do not carry the engine with them."""
+
+    engine: Engine | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Link, (None,)
+
+
+def _linked(model: Any) -> Engine | None:
+    link: Link | None = vars(model).get(ENGINE)
+    return None if link is None else link.engine
+
+
+def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
+    """A prompt cache for ``stream_generate(prompt_cache=...)`` that also keeps the tokens and the drafter's context;
+    mlx-lm's own for a model that mlx-lm loaded. With ours penalties see the whole conversation, with mlx-lm's only
+    the call's own tokens.
 
     ``max_kv_size`` (a rotating cache) is refused with UnsupportedError until that cache kind can roll back.
     """
     if max_kv_size is not None:
         raise UnsupportedError(f"max_kv_size={max_kv_size}: rotating caches cannot roll back yet; leave it out")
-    engine = model.__dict__.get(ENGINE)
+    engine = _linked(model)
     if engine is None:
-        raise OptionError("make_prompt_cache needs a model loaded by mlx_spec.load")
+        return list(mlx_lm_cache(model))
     return PromptCache(engine.session())
 
 
@@ -120,9 +147,9 @@ def stream_generate(
     options = Options(
         max_tokens=max_tokens,
         sampler=sampler,
-        processors=tuple(logits_processors or ()),
+        processors=_callables(logits_processors),
         seed=seed,
-        width=width if width is None or isinstance(width, int) else tuple(width),
+        width=tuple(width) if isinstance(width, (list, tuple)) else width,  # type: ignore[arg-type]
         draft_window=draft_window,
         exactness=exactness,
         prefill_step=prefill_step_size,
@@ -130,12 +157,11 @@ def stream_generate(
     )
     engine = engine_of(model, tokenizer)
     cache = _open_cache(engine, prompt_cache, draft_model)
-    ids = _ids(engine, prompt)
-    session = cache.enter() if cache is not None else engine.session()
-    responses = engine.stream(
-        [*session.tokens, *ids], with_stop(options, stop), session, progress=prompt_progress_callback or _quiet
-    )
-    return responses if cache is None else _leaving(responses, cache, prompt_cache)
+    ids = encode_prompt(engine.tokenizer, prompt.tolist() if isinstance(prompt, mx.array) else prompt)  # type: ignore[arg-type]
+    options, progress = with_stop(options, stop), prompt_progress_callback or _quiet
+    if cache is None:
+        return engine.stream(ids, options, progress=progress)
+    return _continue(engine, cache, ids, options, progress)
 
 
 def generate(model: Any, tokenizer: Any, prompt: Prompt, verbose: bool = False, **kwargs: Any) -> str:
@@ -160,24 +186,42 @@ def _open_cache(engine: Engine, prompt_cache: Any, draft_model: Any) -> PromptCa
         raise UnsupportedError("draft_model: a draft language model is not supported yet; use load(draft=...)")
     if draft_model is not None and draft_model is not engine.drafter:
         engine.use(draft_model, "given as draft_model")
-    if prompt_cache is None or isinstance(prompt_cache, PromptCache):
+    if prompt_cache is None:
+        return None
+    held = [type(entry).__name__ for entry in prompt_cache]
+    wanted = [type(entry).__name__ for entry in engine.target.new_cache().entries]
+    if held != wanted or (isinstance(prompt_cache, PromptCache) and prompt_cache.session.target is not engine.target):
+        raise SessionError(
+            f"this prompt cache ({len(held)} layers) was made for another model than this one ({len(wanted)} layers of "
+            f"{wanted[0]}); make one with make_prompt_cache(model)"
+        )
+    if isinstance(prompt_cache, PromptCache):
         return prompt_cache
     return PromptCache(Session.over(prompt_cache, engine.target, engine.drafter, engine.taps))
 
 
-def _leaving(responses: Iterator[GenerationResponse], cache: PromptCache, given: Any) -> Iterator[GenerationResponse]:
+def _continue(
+    engine: Engine, cache: PromptCache, ids: list[int], options: Options, progress: Progress
+) -> Iterator[GenerationResponse]:
+    """A call on a prompt cache. However it ends, the cache then holds what was handed out, as mlx-lm's would."""
+    use = cache.enter()
+    session = cache.session
+    prompt = [*session.tokens, *ids]
+    cache.shown = shown = len(prompt)
     try:
-        yield from responses
+        with closing(engine.stream(prompt, options, session, progress=progress)) as responses:
+            for response in responses:
+                if cache.uses == use:
+                    cache.shown = shown = shown + 1
+                yield response
     finally:
-        cache.leave()
-        given[:] = cache
+        cache.leave(use)
 
 
-def _ids(engine: Engine, prompt: Prompt) -> list[int]:
-    if isinstance(prompt, str):
-        return encode_prompt(engine.tokenizer, prompt)
-    ids: list[int] = prompt.tolist() if isinstance(prompt, mx.array) else list(prompt)  # type: ignore[assignment]
-    return ids
+def _callables(processors: Any) -> tuple[Callable[..., Any], ...]:
+    if processors is None or isinstance(processors, (list, tuple)):
+        return tuple(processors or ())
+    raise OptionError(f"logits_processors must be a list of callables, not {processors!r}")
 
 
 # mlx-lm's options without effect here, with the value that asks for nothing; ANY: every value does.

@@ -27,10 +27,14 @@ class Draft:
     """What a drafter proposes for one round."""
 
     tokens: mx.array  # [n-1] integer ids, a chain; may still be unevaluated
-    host: tuple[int, ...] | None = None  # the same ids where the drafter knows them without a device read
+    host: tuple[int, ...] | None = None  # the ids where the drafter knows them without a device read; these then count
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
+
+    def ids(self) -> Sequence[int]:
+        """On the host; a device read only where ``host`` is None."""
+        return self.host if self.host is not None else self.tokens.tolist()  # type: ignore[return-value]
 
 
 NO_DRAFT = Draft(mx.array([], dtype=mx.uint32), ())
@@ -73,6 +77,9 @@ class Taps(Protocol):
     """Opened on a target for one drafter; recording stops when closed."""
 
     layers: tuple[int, ...]
+
+    @property
+    def closed(self) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -181,6 +188,13 @@ class Conversation(Protocol):
 
     def ingest(self, tokens: Sequence[int], features: mx.array | None, start: int) -> None:
         """Committed rows into the drafter. Raises DrafterError as ``propose`` does."""
+
+    def lose(self) -> None:
+        """After a failed evaluation, whose results MLX may show as zeros: drop everything but the tokens. Raises
+        SessionError where the first ``start`` rows cannot be had again."""
+
+    def refill(self) -> None:
+        """The cache again for the committed tokens, after ``lose``; the drafter stays parked."""
 
 
 class Chooser(Protocol):

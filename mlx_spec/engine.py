@@ -5,7 +5,7 @@ HTTP or alias. Front ends come in through ``api.py``.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_spec import blas, targets
 from mlx_spec.contracts import Cancel, Drafter, Progress, Round
 from mlx_spec.drafters._pairing import choose
-from mlx_spec.errors import ContextLengthError, DrafterError, MlxSpecError, OptionError, UnsupportedError
-from mlx_spec.loop import Request, rounds
+from mlx_spec.errors import (
+    ContextLengthError,
+    DrafterError,
+    MlxSpecError,
+    OptionError,
+    SessionError,
+    UnsupportedError,
+)
+from mlx_spec.loop import Request, give_up, rounds
 from mlx_spec.measure import rows_are_exact
 from mlx_spec.options import Options, SpeculativeConfig
 from mlx_spec.policy import Rotation
@@ -53,6 +60,18 @@ def never() -> bool:
 
 def _ignore(done: int, total: int) -> None:
     """The default ``progress``."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request's right to go on with a session: it ends when a later request begins."""
+
+    session: Session
+    number: int
+
+    def check(self) -> None:
+        if self.session.turn != self.number:
+            raise SessionError("a later request took over this conversation; finish or close one before the next")
 
 
 class Engine:
@@ -111,7 +130,8 @@ class Engine:
         return engine
 
     def use(self, drafter: Drafter | None, reason: str = "") -> None:
-        """Draft with ``drafter`` from now on (None: not at all). Sessions opened before keep the one they had."""
+        """Draft with ``drafter`` from now on (None: not at all). Sessions follow with their next request; a request
+        that is running with taps fails with DrafterError, or goes on plain where it may fall back."""
         if drafter is not None:
             drafter.bind(self.target)
         taps = self.target.open_taps(drafter.layers) if drafter is not None and drafter.layers else None
@@ -134,7 +154,7 @@ class Engine:
 
     def session(self, drafting: bool = True) -> Session:
         """A new conversation; ``drafting=False`` never drafts and records no features (the reference lane)."""
-        return Session(self.target, self.drafter if drafting else None, self.taps if drafting else None)
+        return Session(self.target, self.drafter if drafting else None, self.taps if drafting else None, drafting)
 
     def stream(
         self,
@@ -143,17 +163,21 @@ class Engine:
         session: Session | None = None,
         cancel: Cancel = never,
         progress: Progress = _ignore,
-    ) -> Iterator[GenerationResponse]:
+    ) -> Generator[GenerationResponse, None, None]:
         """One response per token. ``prompt`` is the whole conversation so far (text or ids); what ``session`` already
         holds of it is reused. ``cancel`` is polled between prefill chunks and rounds.
 
         Raises, before the first token: OptionError, ContextLengthError, UnsupportedError (an exactness that cannot be
-        had here). Raises DrafterError where the drafter fails and ``options.fallback`` is off. After any exception,
-        cancel or close the session equals a cold run on its committed tokens.
+        had here), SessionError (another engine's session). Raises DrafterError where the drafter fails and
+        ``options.fallback`` is off. After any exception, cancel or close the session equals a cold run on its committed
+        tokens. Of several streams on one session the latest goes on; the others raise SessionError.
         """
         options = options or Options()
-        ids = encode_prompt(self.tokenizer, prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+        ids = encode_prompt(self.tokenizer, prompt)
         session = session or self.session()
+        if session.target is not self.target:
+            raise SessionError("this conversation was opened by another engine; open one with this engine's session()")
+        session.follow(self.drafter, self.taps)
         limit = self._room(ids, session, options)
         widths = self._widths(session, options)
         self._check_exactness(options, widths)
@@ -164,24 +188,36 @@ class Engine:
         stats.lane, stats.reason = self._lane(session, widths)
         if 0 < options.max_tokens != limit:
             stats.notes.append(f"max_tokens {options.max_tokens} cut to {limit}: the context holds no more")
-        stats.cached_tokens = session.match(ids, options.draft_window)
+        if session.drafter is None and (options.widths or options.draft_window):
+            stats.notes.append("width and draft_window have no effect: nothing drafts here")
+        try:
+            stats.cached_tokens = session.match(ids, options.draft_window)
+        except DrafterError as error:
+            give_up(stats, options.fallback, error, "its opening")
+            stats.cached_tokens = session.match(ids, options.draft_window, parked=True)
         request = Request(
             self.target, session, chooser, emitter, Rotation(widths), stats, cancel, fallback=options.fallback
         )
-        return self._run(request, session, emitter, ids, options.prefill_step, progress)
+        turn = Turn(session, session.turn)
+        return self._run(request, turn, emitter, ids, options.prefill_step, progress)
 
     def _run(
-        self, request: Request, session: Session, emitter: Emitter, ids: list[int], step: int, progress: Progress
-    ) -> Iterator[GenerationResponse]:
-        stats, began = request.stats, time.perf_counter()
+        self, request: Request, turn: Turn, emitter: Emitter, ids: list[int], step: int, progress: Progress
+    ) -> Generator[GenerationResponse, None, None]:
+        stats, session, began = request.stats, turn.session, time.perf_counter()
+        turn.check()
         with wired_limit(self.model):
             ready = self._prefill(request, session, ids, step, progress)
             stats.prompt_s = time.perf_counter() - began
             began, sent, done = time.perf_counter(), 0, None
             for done in rounds(request) if ready else ():
                 stats.generated_s = time.perf_counter() - began
+                if not sent:
+                    progress(len(ids), len(ids))
                 yield from self._responses(request, done, emitter.segments, sent)
                 sent += len(done.tokens)
+                if done.finish is None:
+                    turn.check()
             if done is None or done.finish is None:
                 yield self._cancelled(request, done, emitter)
 
@@ -189,11 +225,7 @@ class Engine:
         try:
             return session.prefill(ids, step, request.cancel, progress)
         except DrafterError as error:
-            what = f"drafter {request.stats.lane} failed in prefill: {error}"
-            if not request.fallback:
-                raise DrafterError(f"{what}; use --method plain, or --fallback to go on without it") from error
-            request.stats.lane, request.stats.reason = "plain", what
-            request.stats.notes.append(what)
+            give_up(request.stats, request.fallback, error, "prefill")
             return session.prefill(ids, step, request.cancel, progress)
 
     def _responses(

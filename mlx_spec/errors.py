@@ -42,5 +42,13 @@ class DrafterError(MlxSpecError):
     """A drafter failed while proposing or ingesting; the text committed so far is the target's own."""
 
 
+class SessionError(MlxSpecError):
+    """A conversation or prompt cache that two requests use at once, or that is not this engine's."""
+
+
+class EvaluationError(MlxSpecError, RuntimeError):
+    """MLX failed while computing; the message is its own. The conversation is computed anew by its next request."""
+
+
 class ResourceError(MlxSpecError):
     """Not enough memory or disk; the message holds both numbers."""

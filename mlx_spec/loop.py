@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from mlx_spec.accept import count_accepted, walk
 from mlx_spec.contracts import NO_DRAFT, Cancel, Chooser, Conversation, Draft, Policy, Round, Stops, Target
-from mlx_spec.errors import DrafterError
+from mlx_spec.errors import DrafterError, EvaluationError, SessionError
 from mlx_spec.stats import Stats
 
 
@@ -36,7 +36,8 @@ def rounds(request: Request) -> Iterator[Round]:
 
     At the top of a round the target's cache and the drafter's context hold every committed token but the last, the
     anchor, which is the first row of the next verify: ``cache.length == draft.length == start + len(tokens) - 1``.
-    Whatever is raised, the cache is back at that point for the tokens committed so far. Raises DrafterError.
+    Whatever is raised, the cache is back at that point for the tokens committed so far, or empty after
+    EvaluationError. Raises DrafterError, and SessionError where somebody else wrote into the cache between two rounds.
     """
     finish: str | None = None
     index = 0
@@ -47,8 +48,30 @@ def rounds(request: Request) -> Iterator[Round]:
 
 
 def _round(request: Request, index: int) -> Round:
+    talk = request.talk
+    start = talk.cache.length
+    if start != talk.start + len(talk.tokens) - 1:
+        raise SessionError("the cache was changed by somebody else during the request; use one per conversation")
+    draft = _propose(request)
+    try:
+        done, features = _verify(request, index, draft)
+    except EvaluationError as error:
+        talk.lose()
+        if draft.host is not None:  # nothing of the drafter's was evaluated
+            raise
+        give_up(request.stats, request.fallback, error)
+        talk.refill()
+        done, features = _verify(request, index, NO_DRAFT)
+    try:
+        talk.ingest(done.tokens, features, start)
+    except DrafterError as error:
+        give_up(request.stats, request.fallback, error)
+    return done
+
+
+def _verify(request: Request, index: int, draft: Draft) -> tuple[Round, mx.array | None]:
+    """The round and the features of its tokens. All or nothing is committed."""
     talk, stats = request.talk, request.stats
-    start, draft = talk.cache.length, _propose(request)
     width = len(draft) + 1
     emitted: list[int] = []
     finish, committed = None, False
@@ -72,11 +95,7 @@ def _round(request: Request, index: int) -> Round:
     stats.add_round(width, len(ids), accepted, len(emitted))
     request.policy.observe(len(ids), accepted)
     features = None if out.features is None else out.features[: len(emitted)]
-    try:
-        talk.ingest(emitted, features, start)
-    except DrafterError as error:
-        _fault(request, error)
-    return Round(index, tuple(emitted), len(ids), accepted, logprobs, finish)
+    return Round(index, tuple(emitted), len(ids), accepted, logprobs, finish), features
 
 
 def _propose(request: Request) -> Draft:
@@ -84,15 +103,14 @@ def _propose(request: Request) -> Draft:
     try:
         return request.talk.propose(count)
     except DrafterError as error:
-        _fault(request, error)
+        give_up(request.stats, request.fallback, error)
         return NO_DRAFT
 
 
-def _fault(request: Request, error: DrafterError) -> None:
+def give_up(stats: Stats, fallback: bool, error: Exception, where: str = "") -> None:
     """The drafter is parked: end the request, or go on as lane plain and say so."""
-    stats = request.stats
-    what = f"drafter {stats.lane} failed in round {stats.rounds}: {error}"
-    if not request.fallback:
+    what = f"drafter {stats.lane} failed in {where or f'round {stats.rounds}'}: {error}"
+    if not fallback:
         raise DrafterError(f"{what}; use --method plain, or --fallback to go on without it") from error
     stats.lane, stats.reason = "plain", what
     stats.notes.append(what)
@@ -105,13 +123,11 @@ def _choose(
     talk, chooser, stats = request.talk, request.chooser, request.stats
     if not chooser.lazy:
         tokens, rows = chooser.rows(logits, talk.tokens, draft.tokens)
-        mx.eval(tokens, draft.tokens)
-        stats.host_syncs += 1
+        _read(stats, tokens, draft.tokens)
         picks: list[int] = tokens.tolist()  # type: ignore[assignment]
-        return _ids(draft), iter(picks), rows
-    mx.eval(logits, draft.tokens)
-    stats.host_syncs += 1
-    ids = _ids(draft)
+        return draft.ids(), iter(picks), rows
+    _read(stats, logits, draft.tokens)
+    ids = draft.ids()
     logprobs: list[mx.array] = []
 
     def one_by_one() -> Iterator[int]:
@@ -124,5 +140,9 @@ def _choose(
     return ids, one_by_one(), logprobs
 
 
-def _ids(draft: Draft) -> Sequence[int]:
-    return draft.host if draft.host is not None else draft.tokens.tolist()  # type: ignore[return-value]
+def _read(stats: Stats, *arrays: mx.array) -> None:
+    stats.host_syncs += 1
+    try:
+        mx.eval(*arrays)
+    except RuntimeError as error:
+        raise EvaluationError(f"MLX could not compute the round: {error}") from error

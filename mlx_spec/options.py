@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import Any
 
 from mlx_spec.errors import OptionError
@@ -38,15 +39,20 @@ class Options:
 
     def __post_init__(self) -> None:
         check = self._check_int
-        if self.max_tokens == 0 or self.max_tokens < -1:
-            raise OptionError(f"max_tokens must be positive, or -1 for no limit, not {self.max_tokens}")
+        if not _is_whole(self.max_tokens) or self.max_tokens == 0 or self.max_tokens < -1:
+            raise OptionError(f"max_tokens must be positive, or -1 for no limit, not {self.max_tokens!r}")
         check("prefill_step", self.prefill_step, 1)
         if self.draft_window is not None:
             check("draft_window", self.draft_window, 2, MAX_WIDTH)
+        if self.width == ():
+            raise OptionError("width is an empty sequence; leave it out for the drafter's default")
         for width in self.widths:
             check("width", width, 1, MAX_WIDTH)
         if self.exactness not in EXACTNESS:
             raise OptionError(f"exactness must be one of {', '.join(EXACTNESS)}, not {self.exactness!r}")
+        for text in self.stop:
+            if not isinstance(text, str):
+                raise OptionError(f"a stop string must be text, not {text!r}")
         if any(not text for text in self.stop):
             raise OptionError("a stop string is empty; leave it out or give at least one character")
 
@@ -59,10 +65,14 @@ class Options:
 
     @staticmethod
     def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-        ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
+        ok = _is_whole(value) and value >= low
         if not ok or (high is not None and value > high):
             limit = f"from {low} to {high}" if high is not None else f"of at least {low}"
             raise OptionError(f"{name} must be a whole number {limit}, not {value!r}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

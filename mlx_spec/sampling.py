@@ -186,6 +186,8 @@ class LazyChooser:
             picked = picked.item()
         if not isinstance(picked, int) or isinstance(picked, bool):
             raise OptionError(f"sampler {self.sampler!r} must return one token id for logprobs [1, V], not {picked!r}")
+        if not 0 <= picked < logprobs.shape[-1]:  # it would be read from outside the embedding
+            raise OptionError(f"sampler {self.sampler!r} returned token {picked} of {logprobs.shape[-1]}")
         return picked, logprobs[0]
 
     def rows(self, logits: mx.array, history: Sequence[int], draft: mx.array) -> tuple[mx.array, mx.array]:

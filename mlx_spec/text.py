@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
-from mlx_spec.errors import UnsupportedError
+from mlx_spec.errors import OptionError, UnsupportedError
 
 NO_LIMIT = 1 << 30
 
 
-def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Ids of a raw prompt; special tokens are added unless the text already starts with BOS (mlx-lm's rule)."""
+def encode_prompt(tokenizer: Any, prompt: str | Sequence[int]) -> list[int]:
+    """Ids of a raw prompt; special tokens are added unless the text already starts with BOS (mlx-lm's rule). Ids stay
+    as they are. Raises OptionError for what is neither."""
+    if not isinstance(prompt, str):
+        try:
+            return [index(token) for token in prompt]
+        except TypeError as error:
+            raise OptionError(f"the prompt must be text or a flat list of token ids ({error})") from error
     bos = tokenizer.bos_token
     return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
 

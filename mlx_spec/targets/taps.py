@@ -26,8 +26,17 @@ def _tapped(kind: Any) -> Any:
                 sink(first, out)
             return out
 
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            # A copy or a pickle is a layer of the untapped kind: sinks belong to this object's drafters.
+            _, _, state, *items = super().__reduce_ex__(protocol)
+            return _untapped, (kind,), {k: v for k, v in state.items() if k != "_tap_sinks"}, *items
+
     Tapped.__name__, Tapped.__qualname__, Tapped.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return Tapped
+
+
+def _untapped(kind: Any) -> Any:
+    return kind.__new__(kind)
 
 
 def attach(layer: Any, sink: Sink) -> None:
@@ -52,11 +61,12 @@ def detach(layer: Any, sink: Sink) -> None:
 class LayerTaps:
     """Outputs of ``layers`` (0-based, in this order, repeats allowed) of one model, while recording.
 
-    ``take`` gives [n, k*D] of the last forward. Nothing is held between forwards.
+    ``join`` gives [n, k*D] of what one forward recorded. Nothing is held between forwards.
     """
 
     def __init__(self, modules: Sequence[Any], layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
+        self.closed = False
         self._modules = modules
         self._recorded: dict[int, mx.array] | None = None
         self._sinks = {index: self._sink(index) for index in sorted(set(self.layers))}
@@ -88,4 +98,4 @@ class LayerTaps:
         """Restore the layers. Closing twice does nothing."""
         for index, sink in self._sinks.items():
             detach(self._modules[index], sink)
-        self._sinks = {}
+        self._sinks, self.closed = {}, True
