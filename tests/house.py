@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("mlx_spec", "convert", "apps", "tests", "benchmarks")
+FOLDERS = ("mlx_spec", "convert", "apps", "tests", "benchmarks", "recipes")
 
 # Which room may import which. Every room may raise (errors) and speak through the seams (contracts).
 LEAVES = {"contracts", "accept", "sampling", "noise", "processors", "costs", "hub", "text", "options", "stats"}
