@@ -182,6 +182,9 @@ class Conversation(Protocol):
     def taps(self) -> Taps | None:
         """What a verify records for the drafter; None while nothing drafts."""
 
+    def hold(self, turn: int) -> None:
+        """Raises SessionError unless request number ``turn`` is the latest and the cache is as it left it."""
+
     def propose(self, count: int) -> Draft:
         """The drafter's proposal to follow the anchor, ids inside the vocabulary; empty when parked.
         Raises DrafterError after parking the drafter, whatever it raised."""

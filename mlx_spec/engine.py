@@ -62,18 +62,6 @@ def _ignore(done: int, total: int) -> None:
     """The default ``progress``."""
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One request's right to go on with a session: it ends when a later request begins."""
-
-    session: Session
-    number: int
-
-    def check(self) -> None:
-        if self.session.turn != self.number:
-            raise SessionError("a later request took over this conversation; finish or close one before the next")
-
-
 class Engine:
     """A target with at most one drafter, for as many conversations as wanted. Usable as a context manager.
 
@@ -196,16 +184,15 @@ class Engine:
             give_up(stats, options.fallback, error, "its opening")
             stats.cached_tokens = session.match(ids, options.draft_window, parked=True)
         request = Request(
-            self.target, session, chooser, emitter, Rotation(widths), stats, cancel, fallback=options.fallback
+            self.target, session, chooser, emitter, Rotation(widths), stats, cancel, session.turn, options.fallback
         )
-        turn = Turn(session, session.turn)
-        return self._run(request, turn, emitter, ids, options.prefill_step, progress)
+        return self._run(request, session, emitter, ids, options.prefill_step, progress)
 
     def _run(
-        self, request: Request, turn: Turn, emitter: Emitter, ids: list[int], step: int, progress: Progress
+        self, request: Request, session: Session, emitter: Emitter, ids: list[int], step: int, progress: Progress
     ) -> Generator[GenerationResponse, None, None]:
-        stats, session, began = request.stats, turn.session, time.perf_counter()
-        turn.check()
+        stats, began = request.stats, time.perf_counter()
+        session.hold(request.turn)
         with wired_limit(self.model):
             ready = self._prefill(request, session, ids, step, progress)
             stats.prompt_s = time.perf_counter() - began
@@ -216,8 +203,6 @@ class Engine:
                     progress(len(ids), len(ids))
                 yield from self._responses(request, done, emitter.segments, sent)
                 sent += len(done.tokens)
-                if done.finish is None:
-                    turn.check()
             if done is None or done.finish is None:
                 yield self._cancelled(request, done, emitter)
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from mlx_spec.accept import count_accepted, walk
 from mlx_spec.contracts import NO_DRAFT, Cancel, Chooser, Conversation, Draft, Policy, Round, Stops, Target
-from mlx_spec.errors import DrafterError, EvaluationError, SessionError
+from mlx_spec.errors import DrafterError, EvaluationError
 from mlx_spec.stats import Stats
 
 
@@ -28,6 +28,7 @@ class Request:
     policy: Policy
     stats: Stats
     cancel: Cancel
+    turn: int
     fallback: bool = False
 
 
@@ -37,7 +38,7 @@ def rounds(request: Request) -> Iterator[Round]:
     At the top of a round the target's cache and the drafter's context hold every committed token but the last, the
     anchor, which is the first row of the next verify: ``cache.length == draft.length == start + len(tokens) - 1``.
     Whatever is raised, the cache is back at that point for the tokens committed so far, or empty after
-    EvaluationError. Raises DrafterError, and SessionError where somebody else wrote into the cache between two rounds.
+    EvaluationError. Raises DrafterError, and SessionError where the conversation is no longer this request's.
     """
     finish: str | None = None
     index = 0
@@ -49,10 +50,8 @@ def rounds(request: Request) -> Iterator[Round]:
 
 def _round(request: Request, index: int) -> Round:
     talk = request.talk
-    start = talk.cache.length
-    if start != talk.start + len(talk.tokens) - 1:
-        raise SessionError("the cache was changed by somebody else during the request; use one per conversation")
-    draft = _propose(request)
+    talk.hold(request.turn)
+    start, draft = talk.cache.length, _propose(request)
     try:
         done, features = _verify(request, index, draft)
     except EvaluationError as error:

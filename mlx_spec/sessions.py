@@ -92,6 +92,13 @@ class Session:
         self.turn += 1
         return keep
 
+    def hold(self, turn: int) -> None:
+        """See ``contracts.Conversation.hold``."""
+        if self.turn != turn:
+            raise SessionError("a later request took over this conversation; finish or close one before the next")
+        if self.cache.length != self.start + len(self.tokens) - 1:
+            raise SessionError("the cache was changed by somebody else during the request; use one per conversation")
+
     def _restore(self, rows: int) -> int:
         """Trim cache and drafter to the same number of rows, at most ``rows`` past ``start``."""
         while rows > 0:
@@ -125,11 +132,12 @@ class Session:
         Consistent after every chunk. Features live for one chunk only, so memory does not grow with the prompt.
         Raises DrafterError where the drafter fails; the target's rows stand.
         """
-        total = len(prompt) - 1
+        total, turn = len(prompt) - 1, self.turn
         progress(len(self.tokens) - 1, len(prompt))
         while len(self.tokens) <= total:
             if cancel():
                 return False
+            self.hold(turn)
             done = len(self.tokens) - 1
             end = min(done + step, total)
             self._append(prompt[done:end], prompt[done + 1 : end + 1])

@@ -268,6 +268,28 @@ def test_two_streams_on_one_session(pair, plain):
     assert list(last) == []
 
 
+@pytest.mark.parametrize("where", ["sampler", "cancel", "progress"])
+def test_a_request_from_within_a_request_on_the_same_session(pair, plain, where):
+    """Refused in the middle of a round; between rounds the inner one takes over. Either way nothing is mixed up."""
+    engine, inner = Engine(*pair), []
+    session = engine.session()
+
+    def nested(value):
+        if len(inner) < 3 and (where != "sampler" or len(session.tokens) > len(PROMPT) + 3):
+            inner.append(1)
+            inner[-1] = tokens(engine, [*PROMPT[:9], 77], session, max_tokens=5)[0]
+        return value
+
+    options = {"sampler": lambda logprobs: nested(mx.argmax(logprobs, axis=-1))} if where == "sampler" else {}
+    extra = {} if where == "sampler" else {where: lambda *a: nested(False)}
+    stream = engine.stream(PROMPT, Options(max_tokens=9, prefill_step=6, **options), session, **extra)
+    with pytest.raises(SessionError, match="in the middle of a round" if where == "sampler" else "took over"):
+        list(stream)
+    assert inner[0] == 1 or inner[0] == tokens(engine, [*PROMPT[:9], 77], max_tokens=5)[0]
+    check_warm_is_cold(engine, session)
+    assert tokens(engine, session=session)[0] == plain[20:60]
+
+
 def test_two_sessions_and_two_engines_interleave(pair, plain):
     """Streams of two sessions, and of two engines with tapped drafters on one model, token by token."""
     right, wrong = (PlannedDrafter(lambda p, c, d=d: [t + d for t in plain[p : p + c]], f"by {d}") for d in (0, 1))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_spec.errors import UnsupportedError
+from mlx_spec.errors import SessionError, UnsupportedError
 
 
 class Backend(Protocol):
@@ -57,6 +57,7 @@ class CacheSet:
                     f"{', '.join(sorted(known))}); run this model with mlx-lm until that cache kind is added"
                 )
         self.entries = list(entries)
+        self._open = False  # between begin and commit or abort
         self._backends: list[Backend] = [known[type(entry).__name__](entry) for entry in entries]
 
     @property
@@ -64,19 +65,25 @@ class CacheSet:
         return self._backends[0].length if self._backends else 0
 
     def begin(self, rows: int) -> None:
+        self._open = True
         for backend in self._backends:
             backend.begin(rows)
 
     def commit(self, kept: Sequence[int]) -> None:
+        self._open = False
         for backend in self._backends:
             backend.commit(kept)
 
     def abort(self) -> None:
+        self._open = False
         for backend in self._backends:
             backend.abort()
 
     def trim(self, length: int) -> int:
-        """Repeats until every layer agrees, since one kind may fall further back than it was asked to."""
+        """Repeats until every layer agrees, since one kind may fall further back than it was asked to. Raises
+        SessionError inside a transaction: a callable of a request began another on the same conversation."""
+        if self._open:
+            raise SessionError("this conversation is in the middle of a round; begin another request after it")
         reached = min((backend.trim(length) for backend in self._backends), default=0)
         while any(backend.length != reached for backend in self._backends):
             reached = min(backend.trim(reached) for backend in self._backends)
