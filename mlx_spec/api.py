@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_spec.caches import CacheSet
 from mlx_spec.contracts import Drafter, Progress
 from mlx_spec.engine import Engine, GenerationResponse
 from mlx_spec.errors import OptionError, SessionError, UnsupportedError
@@ -190,6 +191,7 @@ def _open_cache(engine: Engine, prompt_cache: Any, draft_model: Any) -> PromptCa
         return None
     held = [type(entry).__name__ for entry in prompt_cache]
     wanted = [type(entry).__name__ for entry in engine.target.new_cache().entries]
+    CacheSet(prompt_cache)  # a kind that cannot be rolled back is named with its layer
     if held != wanted or (isinstance(prompt_cache, PromptCache) and prompt_cache.session.target is not engine.target):
         raise SessionError(
             f"this prompt cache ({len(held)} layers) was made for another model than this one ({len(wanted)} layers of "

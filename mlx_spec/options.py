@@ -50,6 +50,8 @@ class Options:
             check("width", width, 1, MAX_WIDTH)
         if self.exactness not in EXACTNESS:
             raise OptionError(f"exactness must be one of {', '.join(EXACTNESS)}, not {self.exactness!r}")
+        if isinstance(self.stop, str) or not isinstance(self.stop, Sequence):
+            raise OptionError(f"stop must be a tuple of strings, not {self.stop!r}")
         for text in self.stop:
             if not isinstance(text, str):
                 raise OptionError(f"a stop string must be text, not {text!r}")
@@ -135,7 +137,9 @@ def with_stop(options: Options, stop: str | Sequence[str] | None) -> Options:
     """``options`` with the stop strings of an API call: None, one string or a list."""
     if stop is None:
         return options
-    return replace(options, stop=(stop,) if isinstance(stop, str) else tuple(stop))
+    if isinstance(stop, str):
+        return replace(options, stop=(stop,))
+    return replace(options, stop=tuple(stop) if isinstance(stop, Sequence) else stop)
 
 
 __all__ = ["EXACTNESS", "MAX_WIDTH", "Options", "SpeculativeConfig", "with_stop"]

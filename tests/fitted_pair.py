@@ -1,9 +1,10 @@
 """A target and a DFlash drafter that fit each other by construction: with right wiring every draft is accepted.
 
-The target is a random Qwen3 whose head is solved by least squares so that its greedy text is one fixed cycle of ids. The
-drafter looks the cycle up in the target's features: biases alone make every slot attend to the row ``PERIOD`` positions
-before it, ``fc`` (least squares again) turns that row's features into what the head reads as its token. So a wrong tap,
-a wrong slot, a position off by one or a missing row each end acceptance, while the text stays. No training, no luck.
+The target is a random Qwen3 whose head is solved by least squares so that its greedy text is one fixed cycle of ids.
+The drafter looks the cycle up in the target's features: biases alone make every slot attend to the row ``PERIOD``
+positions before it, ``fc`` (least squares again) turns that row's features into what the head reads as its token. So a
+wrong tap, a wrong slot, a position off by one or a missing row each end acceptance, while the text stays. The mask
+id is one of the cycle's own ids. No training, no luck.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from toys import qwen3_config, save_byte_tokenizer, tiny_qwen3
 
 PERIOD, BLOCK, TAPS, LAYERS, HIDDEN = 17, 8, (1, 3), 4, 64
 CYCLE = [int(i) for i in np.random.default_rng(5).permutation(np.arange(33, 127))[:PERIOD]]
+MASK = CYCLE[3]
 SHARPNESS = 8.0  # norm weight of queries and keys: one position off costs about 8 in the exponent
 
 
@@ -33,7 +35,7 @@ def save_pair(folder: Path) -> Path:
     """``folder/target`` and ``folder/target/drafter`` (so that the drafter travels with its target)."""
     target = folder / "target"
     target.mkdir(parents=True)
-    ids, following = np.array([cycle(k, 96) for k in range(PERIOD)]), np.array([cycle(k + 1, 96) for k in range(PERIOD)])
+    ids, following = (np.array([cycle(k + ahead, 96) for k in range(PERIOD)]) for ahead in (0, 1))
     model = tiny_qwen3(LAYERS, HIDDEN, tie_word_embeddings=False)
     for layer in model.layers:  # a token's own state outweighs its history, so that the cycle pulls any text in
         layer.self_attn.o_proj.weight = 0.05 * layer.self_attn.o_proj.weight
@@ -47,7 +49,7 @@ def save_pair(folder: Path) -> Path:
     save_byte_tokenizer(target)
     shape = drafter_config(
         layers=1, target_layers=LAYERS, taps=TAPS, heads=4, kv_heads=4, head_dim=16, block=BLOCK, bias=True,
-        rope_theta=100.0,
+        mask=MASK, rope_theta=100.0,
     )  # fmt: skip
     read_as = {i: final[following.ravel() == i].mean(0) for i in CYCLE}  # a state that the head reads as i
     write_drafter(target / "drafter", shape, _weights(shape, _fuse(outputs, final, [read_as[i] for i in ids.ravel()])))
@@ -65,8 +67,8 @@ def _states(model: Any, ids: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
 
 
 def _fuse(outputs: list[np.ndarray], final: np.ndarray, codes: list[np.ndarray]) -> np.ndarray:
-    """fc, transposed: the tapped layers give their row's code; other layers, another order, or the final norm on top give
-    the code of a row further on. (Layers of one residual stream are alike: a plain fit would read them all.)"""
+    """fc, transposed: the tapped layers give their row's code; other layers, another order, or the final norm on top
+    give the code of a row further on. (Layers of one residual stream are alike: a plain fit would read them all.)"""
     one, two = TAPS
     right = [(outputs[one], outputs[two])]
     wrong = [(outputs[one - 1], outputs[two - 1]), (outputs[two], outputs[one]), (outputs[one], final)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from fitted_pair import BLOCK, PERIOD, cycle, save_pair
+from fitted_pair import BLOCK, MASK, PERIOD, cycle, save_pair
 
 from mlx_spec import Engine, Options
 from mlx_spec.contracts import Draft
@@ -42,10 +42,14 @@ def run(engine: Engine, prompt: list[int], session: Any = None, **options: Any) 
     return [r.token for r in responses], responses[-1].stats
 
 
-@pytest.mark.parametrize("options", [{}, {"width": 5}, {"width": 2}, {"width": (8, 3, 5)}, {"draft_window": 4}], ids=str)
+SETTINGS: list[dict[str, Any]] = [{}, {"width": 5}, {"width": 2}, {"width": (8, 3, 5)}, {"draft_window": 4}]
+
+
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
 def test_right_wiring_accepts_every_draft(engine: Engine, options: dict[str, Any]) -> None:
     text, stats = run(engine, STEADY, prefill_step=16, **options)
     assert text == cycle(50, TOKENS)
+    assert MASK in text, "the mask id is a token like any other"
     assert stats.lane == "dflash"
     assert stats.accepted == stats.drafted > 0
     if not options:
@@ -155,7 +159,7 @@ def test_a_fault_of_wiring_ends_acceptance_and_leaves_the_text(engine: Engine, f
 
 @pytest.mark.parametrize("nested_rope", [False, True])
 @pytest.mark.parametrize("flat", [False, True])
-def test_every_layout_of_the_config_accepts_as_much(folder: Path, tmp_path: Path, flat: bool, nested_rope: bool) -> None:
+def test_every_layout_accepts_as_much(folder: Path, tmp_path: Path, flat: bool, nested_rope: bool) -> None:
     """A reader that fell back to a default trained block or rope base would accept nothing here."""
     drafter = Path(shutil.copytree(folder / "drafter", tmp_path / "drafter"))
     config = json.loads((drafter / "config.json").read_text())
