@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from toys import PlannedDrafter, ScriptModel, randomize, save_byte_tokenizer, sa
 
 from mlx_spec import Engine, Options, load, make_prompt_cache, stream_generate
 from mlx_spec.apps import cli
-from mlx_spec.errors import OptionError, UnsupportedError
+from mlx_spec.errors import CheckpointError, OptionError, UnsupportedError
 from mlx_spec.targets.skeleton import refuse_unsupported
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,6 +114,16 @@ def test_a_hybrid_pair_fails_at_the_start_and_not_at_the_first_request(
         out, err = capfd.readouterr()
         assert out == ""
         assert "layer 0 keeps a ArraysCache" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("key", ["model_type", "hidden_size", "vocab_size", "rope_theta", "tie_word_embeddings"])
+def test_a_config_that_lacks_a_key_is_a_sentence_that_names_it(folder: Path, tmp_path: Path, key: str) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    del config[key]
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=key):
+        Engine.load(copy, draft=None)
 
 
 # -- prompt caches of others -------------------------------------------------------------------------------------------

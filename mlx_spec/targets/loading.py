@@ -33,6 +33,8 @@ def load_target(
         raise CheckpointError(f"{folder}: {error}; complete the folder or pull the model again") from error
     except KeyError as error:
         raise CheckpointError(f"{folder}/config.json lacks {error}; it is not a complete model config") from error
+    except TypeError as error:  # mlx-lm builds its arguments from the config; what is missing is in the message
+        raise CheckpointError(f"{folder}/config.json is not a complete model config: {error}") from error
     except ValueError as error:
         text = " ".join(str(error).split())
         kind = UnsupportedError if "not supported" in text or "trust_remote_code" in text else CheckpointError
