@@ -123,12 +123,12 @@ def test_any_number_of_accepts_on_a_target_with_attention(pair: Any, right: int)
 @pytest.mark.parametrize("name", ["ngram", "dflash", "planned"])
 def test_every_width_on_offer(pair: Any, trained: Any, name: str) -> None:
     prompt = [7, 8, 9, 10] * 6
-    wanted = reference(pair, prompt, 40)
+    wanted = reference(pair, prompt, 30)
     drafter = {"ngram": load_drafter("ngram"), "dflash": trained, "planned": following(prompt + wanted, 99)}[name]
     with Engine(*pair, drafter=drafter) as engine:
         widths = [*range(1, 17), *([31, 32, 33, 64, 128] if engine.drafter.max_width is None else [])]
         for width in widths:
-            assert tokens(engine, prompt, max_tokens=40, width=width) == wanted, f"width {width}"
+            assert tokens(engine, prompt, max_tokens=30, width=width) == wanted, f"width {width}"
 
 
 @pytest.mark.full
@@ -146,10 +146,10 @@ def test_one_quantised_target_under_three_drafters(home: Path, trained: Any, bit
     model, tokenizer = mlx_lm.load(str(home / "target"))
     nn.quantize(model, group_size=32, bits=bits)
     prompt = [5, 6, 7, 8] * 5
-    wanted = reference((model, tokenizer), prompt, 100)
+    wanted = reference((model, tokenizer), prompt, 60)
     for drafter in (load_drafter("ngram"), trained, following(prompt + wanted, 99), following(prompt + wanted, 0)):
         with Engine(model, tokenizer, drafter=drafter) as engine:
-            assert tokens(engine, prompt, max_tokens=100, width=8) == wanted, engine.lane
+            assert tokens(engine, prompt, max_tokens=60, width=8) == wanted, engine.lane
 
 
 class Forgiving(PlannedDrafter):

@@ -18,8 +18,10 @@ from dflash_fixture import save_drafter
 from families import COMMON, MOE
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, load_prompt_cache, save_prompt_cache
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from test_cli import thinking_folder
 from toys import PlannedDrafter, ScriptModel, randomize, save_byte_tokenizer, save_tiny
+from transformers import AutoTokenizer
 
 from mlx_spec import Engine, Options, load, make_prompt_cache, stream_generate
 from mlx_spec.apps import cli
@@ -230,6 +232,20 @@ def test_ids_past_the_tokenizer_are_kept_as_ids_and_have_no_text(script: Any, wi
     found = list(script(ids, vocab=320).stream([1, 1], Options(width=width)))
     assert [r.token for r in found] == [*ids, 0]
     assert "".join(r.text for r in found) == "abcd"
+
+
+def test_an_end_of_sequence_with_letters_that_are_no_bytes_is_not_shown(tmp_path: Path) -> None:
+    """Through the detokenizer that mlx-lm gives byte-level tokenizers, which cannot spell such a token."""
+    save_byte_tokenizer(tmp_path)
+    plain = AutoTokenizer.from_pretrained(str(tmp_path))
+    plain.add_special_tokens({"additional_special_tokens": ["<｜end｜>"]})
+    end = plain.convert_tokens_to_ids("<｜end｜>")
+    tokenizer = TokenizerWrapper(plain, BPEStreamingDetokenizer, eos_token_ids=[0, end])
+    ids = plain.encode("abc", add_special_tokens=False)
+    engine = Engine(ScriptModel([1, *ids, end], 300), tokenizer, {"model_type": "script", "vocab_size": 300})
+    found = list(engine.stream([1], Options()))
+    assert "".join(r.text for r in found) == "abc"
+    assert (found[-1].token, found[-1].finish_reason) == (end, "stop")
 
 
 # -- one prompt, one conversation --------------------------------------------------------------------------------------
