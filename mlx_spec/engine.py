@@ -121,6 +121,8 @@ class Engine:
         """Draft with ``drafter`` from now on (None: not at all). Sessions follow with their next request; a request
         that is running with taps fails with DrafterError, or goes on plain where it may fall back."""
         if drafter is not None:
+            if not hasattr(drafter, "bind"):
+                raise OptionError(f"a drafter object is needed, not {drafter!r:.80}; names are for load(draft=...)")
             drafter.bind(self.target)
         taps = self.target.open_taps(drafter.layers) if drafter is not None and drafter.layers else None
         if self.taps is not None:

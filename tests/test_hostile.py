@@ -372,3 +372,28 @@ def test_nothing_grows_with_the_rounds_but_what_is_asked_for(pair):
     objects, memory = (counts[1][i] - counts[0][i] for i in (0, 1))
     assert objects < 100
     assert memory < 2000 * 4 * 8 * 4 * 2, "more than the rows of the two caches"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("max_tokens", value) for value in (0, -2, 10.5, float("nan"), "10", True, None)),
+        *(("stop", value) for value in ((5,), (None,), ("",))),
+        *(("width", value) for value in ((), (4, 0), 2.0, "4")),
+    ],
+)
+def test_options_of_the_wrong_kind_are_refused_at_once(option, value):
+    """A limit of 10.5 was never reached, and a NaN neither."""
+    with pytest.raises(OptionError, match=option if option != "stop" else "stop string"):
+        Options(**{option: value})
+
+
+@pytest.mark.parametrize("prompt", [[[1, 2]], [1.7, 2], ["a"], None, 5, mx.array([[1, 2]])])
+def test_a_prompt_that_is_no_list_of_ids_is_refused(pair, prompt):
+    with pytest.raises(OptionError, match="the prompt must be text or a flat list of token ids"):
+        Engine(*pair).stream(prompt)
+
+
+def test_a_name_is_no_drafter_object(pair):
+    with pytest.raises(OptionError, match="a drafter object is needed, not 'ngram'"):
+        Engine(*pair, drafter="ngram")
