@@ -43,7 +43,9 @@ class Key:
         """A value from text or TOML. Raises OptionError that names the key, the value and what would do."""
         label = where or self.name
         if self.kind == "text":
-            return self._check(isinstance(raw, str), raw, label, "text")
+            # An empty name is a shell variable that was not set, and would quietly mean the default.
+            ok = isinstance(raw, str) and (bool(raw.strip()) or self.name == "system")
+            return self._check(ok, raw, label, "text" if self.name == "system" else "a name")
         if self.kind == "choice":
             word = str(raw).lower() if not isinstance(raw, bool) else ("on" if raw else "off")
             return self._check(word in self.choices, word, label, "one of " + ", ".join(self.choices))
@@ -141,7 +143,20 @@ def config_path(environ: Mapping[str, str] | None = None) -> Path:
     from platformdirs import user_config_path
 
     named = (os.environ if environ is None else environ).get("MLX_SPEC_CONFIG")
-    return Path(named).expanduser() if named else user_config_path("mlx-spec", appauthor=False) / "config.toml"
+    return user_path(named) if named else user_config_path("mlx-spec", appauthor=False) / "config.toml"
+
+
+def user_path(text: str) -> Path:
+    """A path as a user writes it: ``~`` and ``~name`` stand for home folders. Raises OptionError where no file can
+    have that name."""
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
+        shown = text if len(text) < 80 else text[:60] + "..."
+        raise OptionError(f"{shown!r} cannot be used as a path: {reason}; check the spelling") from error
+    return path
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -204,14 +219,15 @@ def write_key(path: Path, name: str, text: str | None) -> Any:
     import tomlkit
     from tomlkit.exceptions import TOMLKitError
 
-    key = key_named(name)
-    value = key.parse(text, name) if text is not None else None
+    value = key_named(name).parse(text, name) if text is not None else None
     path = path.resolve()  # a link into a dotfiles folder stays a link
     try:
         document = tomlkit.parse(path.read_text(encoding="utf-8")) if path.exists() else tomlkit.document()
     except (TOMLKitError, UnicodeDecodeError) as error:
         raise OptionError(f"{path} is not TOML ({error}); mend it before setting {name}") from error
     if text is None:
+        if name not in document:
+            key_named(name)  # a wrong name that is in the file may go, too
         document.pop(name, None)
     else:
         document[name] = list(value) if isinstance(value, tuple) else value
@@ -233,4 +249,4 @@ def _replace(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-__all__ = ["KEYS", "Key", "Settings", "config_path", "key_named", "read_file", "resolve", "write_key"]
+__all__ = ["KEYS", "Key", "Settings", "config_path", "key_named", "read_file", "resolve", "user_path", "write_key"]

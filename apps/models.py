@@ -16,6 +16,7 @@ from typing import Any
 from mlx_spec import hub
 from mlx_spec.apps import pull
 from mlx_spec.apps.aliases import ALIASES, TABLE, Alias, best
+from mlx_spec.apps.config import user_path
 from mlx_spec.errors import ModelNotFoundError, OptionError, UnsupportedError
 
 
@@ -64,8 +65,8 @@ def ensure(
     """
     text, say = str(name), progress or _silent
     alias = ALIASES.get(text)
-    if alias is None and Path(text).expanduser().is_dir():
-        return ModelPaths(Path(text).expanduser())
+    if alias is None and (folder := user_path(text)).is_dir():
+        return ModelPaths(folder)
     if alias is not None and alias.missing is not None:
         raise UnsupportedError(
             f"{text} cannot run in this version: it needs {alias.missing}; see `mlx-spec models list`"

@@ -24,6 +24,10 @@ class StoreError(MlxSpecError):
     """The conversation file cannot be read or written; it is left as it is."""
 
 
+class ChangedError(StoreError):
+    """Someone else went on with, or deleted, the conversation that was to be written."""
+
+
 @dataclass(frozen=True)
 class Message:
     """One turn of one speaker. ``stats`` is what the answer's JSON holds under ``timings`` and ``mlx_spec``."""
@@ -166,12 +170,24 @@ class Store:
             )
         return int(row.lastrowid or 0)
 
-    def write(self, conversation: int, messages: Sequence[Message], model: str | None = None) -> None:
-        """Make the stored messages equal these: what is common stays, what follows it is replaced."""
+    def write(
+        self,
+        conversation: int,
+        messages: Sequence[Message],
+        model: str | None = None,
+        seen: Sequence[Message] | None = None,
+    ) -> None:
+        """Make the stored messages equal these: what is common stays, what follows it is replaced.
+
+        ``seen``: the messages that the caller last read or wrote there. Raises ChangedError, and writes nothing, where
+        others are stored by now or the conversation is gone.
+        """
         with self._transaction():
             if self._db.execute("SELECT 1 FROM conversations WHERE id = ?", (conversation,)).fetchone() is None:
-                raise StoreError(f"conversation {conversation} is no longer in {self.path}; /save makes a new one")
+                raise ChangedError(f"conversation {conversation} is no longer in {self.path}; keep it as a new one")
             stored = self._messages(conversation)
+            if seen is not None and list(map(_mark, stored)) != list(map(_mark, seen)):
+                raise ChangedError(f"conversation {conversation} was changed by someone else; keep yours as a new one")
             same = 0
             while same < min(len(stored), len(messages)) and stored[same] == messages[same]:
                 same += 1
@@ -231,7 +247,7 @@ class Store:
 
     def find(self, name: str) -> Conversation | None:
         """By id, by whole title, else by the start of a title; the most recent where several fit."""
-        if name.isdecimal() and (found := self._list("HAVING c.id = ?", (int(name),))):
+        if name.isdecimal() and len(name) < 19 and (found := self._list("HAVING c.id = ?", (int(name),))):
             return found[0]
         newest = "ORDER BY updated DESC, c.id DESC LIMIT 1"
         exact = self._list(f"HAVING title = ? COLLATE NOCASE {newest}", (name,))
@@ -239,14 +255,17 @@ class Store:
         return begins[0] if begins else None
 
     def search(self, words: str, limit: int = 50) -> list[Conversation]:
-        """Conversations with a message that holds all these words."""
+        """Conversations with a message that holds all these words, or with a title that holds the text."""
         query = " ".join('"' + word.replace('"', '""') + '"' for word in words.split())
         if not query:
             return []
         inside = (
             "SELECT m.conversation FROM messages_text t JOIN messages m ON m.id = t.rowid WHERE messages_text MATCH ?"
         )
-        return self._list(f"HAVING c.id IN ({inside}) ORDER BY updated DESC LIMIT ?", (query, limit))
+        return self._list(
+            f"HAVING count > 0 AND (c.id IN ({inside}) OR instr(lower(title), lower(?))) ORDER BY updated DESC LIMIT ?",
+            (query, words.strip(), limit),
+        )
 
     def _list(self, tail: str, values: tuple[Any, ...]) -> list[Conversation]:
         with self._sentences():
@@ -283,6 +302,11 @@ class Store:
             raise StoreError(f"cannot use {self.path}: {error.strerror or error}") from error
 
 
+def _mark(message: Message) -> tuple[str, str, float]:
+    """What tells one message from another."""
+    return message.role, message.content, message.created
+
+
 def _private_file(path: Path) -> None:
     """Create the file readable by its owner only; SQLite gives its side files the same mode."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -299,4 +323,4 @@ def _statements(script: str) -> Iterator[str]:
             statement = ""
 
 
-__all__ = ["Conversation", "Message", "Store", "StoreError", "default_path", "title_of"]
+__all__ = ["ChangedError", "Conversation", "Message", "Store", "StoreError", "default_path", "title_of"]

@@ -17,7 +17,7 @@ from mlx_spec.apps import cli
 from mlx_spec.apps.cli import options
 from mlx_spec.apps.cli.editor import PATHS, CommandCompleter, unfence
 from mlx_spec.apps.cli.interrupts import Interrupts
-from mlx_spec.apps.cli.markdown import MarkdownWriter, finished
+from mlx_spec.apps.cli.markdown import MarkdownWriter, ends
 from mlx_spec.apps.cli.output import clean
 from mlx_spec.apps.cli.slash_engine import difference
 from mlx_spec.apps.cli.thinking import Splitter
@@ -60,7 +60,7 @@ def test_blocks_are_cut_where_later_text_cannot_change_them() -> None:
 
     cuts = set()
     for size in range(len(TEXT) + 1):
-        cut = finished(TEXT[:size])
+        cut = max(ends(TEXT[:size]), default=0)
         cuts.add(cut)
         assert blocks(TEXT) == blocks(TEXT[:cut]) + blocks(TEXT[cut:]), TEXT[:cut]
     assert len(cuts) == 7, "every block but the last is finished at some point, a list or a fence never in parts"
@@ -80,15 +80,15 @@ def test_the_screen_ends_up_the_same_however_the_text_arrives() -> None:
     whole = render(TEXT, len(TEXT))
     for step in (1, 3, 7):
         streamed = render(TEXT, step)
-        assert streamed.split() == whole.split()
+        assert streamed == whole, "blank lines included"
         for word in ("Title", "emphasis", "def", "quote", "last"):
             assert streamed.count(word) == 1, f"{word} is printed once"
 
 
 def test_a_long_answer_costs_its_open_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    real = MarkdownWriter._markdown
-    monkeypatch.setattr(MarkdownWriter, "_markdown", staticmethod(lambda text: sizes.append(len(text)) or real(text)))
+    real = MarkdownWriter._lines
+    monkeypatch.setattr(MarkdownWriter, "_lines", lambda self, text: sizes.append(len(text)) or real(self, text))
     render("Some words of a paragraph.\n\n" * 300, 16)
     assert max(sizes) < 400
 
@@ -106,7 +106,7 @@ def test_an_open_block_taller_than_the_terminal_shows_its_end() -> None:
 
 
 def test_a_models_output_does_not_drive_the_terminal() -> None:
-    assert clean("a\x1b]52;c;xx\x07b\tc\nd\x9b31m") == "a�]52;c;xx�b\tc\nd�31m"
+    assert clean("a\x1b]52;c;xx\x07b\tc\r\nd\x9b31m") == "a�]52;c;xx�b\tc\nd�31m"
 
 
 # thinking

@@ -45,7 +45,7 @@ class Commands(click.Group):
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version("mlx-spec"), prog_name="mlx-spec")
 def cli() -> None:
-    """Lossless speculative decoding for MLX: the same text, several times faster.
+    """Lossless speculative decoding for MLX: a drafter guesses ahead, the model decides every token.
 
     \b
       mlx-spec chat                          talk to a model

@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from mlx_spec.apps.cli import options as flags_
+from mlx_spec.apps.cli import sentence
 from mlx_spec.apps.cli.output import Screen
-from mlx_spec.errors import MlxSpecError, OptionError
+from mlx_spec.errors import MlxSpecError, ModelNotFoundError, OptionError
 
 HINT = "Ctrl-D or /exit leaves (so does a second Ctrl-C now)."
 
@@ -35,9 +36,11 @@ def chat(continue_: bool, **flags: Any) -> None:
     screen = Screen(flags_.verbosity(flags["verbose"], flags["quiet"]))
     piped = None
     if not sys.stdin.isatty():
-        from mlx_spec.apps.cli.generate import read_prompt
+        from mlx_spec.apps.cli.generate import read_pipe
 
-        piped = read_prompt(None, screen)
+        piped = read_pipe(screen)
+        if not piped.strip():
+            raise OptionError("nothing was piped in; pipe a message, or run this in a terminal")
     for note in (*settings.notes, *flags_.unused(settings)):
         screen.note(note)
 
@@ -45,15 +48,20 @@ def chat(continue_: bool, **flags: Any) -> None:
     kept = store.latest() if store is not None and continue_ else None
     if continue_ and kept is None:
         raise OptionError("there is no conversation to continue; start one with `mlx-spec chat`")
-    named = settings["model"] is None and kept is not None and kept.model
+    named = kept.model if settings["model"] is None and kept is not None else ""
 
     from mlx_spec.apps.cli.opening import open_engine
     from mlx_spec.apps.cli.talk import Talk
     from mlx_spec.apps.cli.terminal import quiet
 
     with quiet():
-        opened = open_engine(settings, config, screen, flags["yes"], named or None)
-        talk = Talk(opened, settings, store if settings["history"] else None)
+        try:
+            opened = open_engine(settings, config, screen, flags["yes"], named or None)
+        except ModelNotFoundError as error:
+            if not named:
+                raise
+            raise ModelNotFoundError(f"the last conversation's model: {error}; or give another with -m NAME") from error
+        talk = Talk(opened, settings, store if settings["history"] else None, screen.note)
         for note in opened.switch_note(settings["think"]):
             screen.note(note)
         chat_ = Chat(talk, settings, screen, flags["yes"])
@@ -104,6 +112,7 @@ class Chat:
         editor = Editor(
             self._history() if self.settings["history"] else None,
             CommandCompleter(ALL, lambda command, before: words(self, command, before)),
+            self.screen.note,
         )
         self._greet()
         while True:
@@ -122,8 +131,8 @@ class Chat:
                         return
                 elif text.strip():
                     self.say(text)
-            except MlxSpecError as error:
-                self.screen.say(f"error: {' '.join(str(error).split())}")
+            except (MlxSpecError, OSError) as error:
+                self.screen.say(f"error: {sentence(error)}")
 
     def say(self, text: str) -> None:
         """A message of the user, and its answer."""
@@ -131,12 +140,16 @@ class Chat:
 
         before = list(self.talk.messages)
         self.talk.messages.append(Message("user", self.talk.compose(text)))
-        if self.answer(before):
-            self.talk.attached = []
+        attached, self.talk.attached = self.talk.attached, []
+        try:
+            self.answer(before)
+        finally:
+            if self.talk.messages is before:
+                self.talk.attached = attached
 
-    def answer(self, before: list[Any]) -> bool:
+    def answer(self, before: list[Any]) -> None:
         """Answer the last message. Where that fails, or is stopped before a word was said, the messages are again
-        those of ``before``, and the result is False (or the error)."""
+        those of ``before``."""
         from mlx_spec.apps.store import Message
 
         talk = self.talk
@@ -152,15 +165,14 @@ class Chat:
         if found.stopped and not found.tokens:
             talk.messages = before
             self.screen.say("stopped before the answer began; the conversation is as it was")
-            return False
+            return
         if found.stopped:
             self.screen.say("(stopped)")
         figures = {"timings": found.stats.timings(), "mlx_spec": found.stats.mlx_spec()}
         talk.messages.append(Message("assistant", found.text, found.thinking, found.stopped, figures))
         if talk.values["stats"]:
-            self.screen.line(self.figures(), faint=True)
+            self.screen.line(self.screen.fold(self.figures()), faint=True)
         talk.keep()
-        return True
 
     def figures(self) -> str:
         """The line about the last answer."""

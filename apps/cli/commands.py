@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_spec.errors import OptionError
+from mlx_spec.errors import MlxSpecError, OptionError
 
 Run = Callable[[Any, str], bool | None]  # (chat, the rest of the line) -> True to leave the chat
 Words = Callable[[Any, list[str]], Any]  # (chat, words before) -> words that may come next, or editor.PATHS
@@ -45,8 +45,11 @@ def run(chat: Any, line: str) -> bool | None:
 
 
 def words(chat: Any, name: str, before: list[str]) -> Any:
-    """What may follow ``/name before...``."""
-    return ALL[name].words(chat, before) if name in ALL else ()
+    """What may follow ``/name before...``; nothing where that cannot be found out."""
+    try:
+        return ALL[name].words(chat, before) if name in ALL else ()
+    except MlxSpecError:
+        return ()
 
 
 @command("help ?", "[command]", words=lambda chat, before: () if before else tuple(ALL))
@@ -58,7 +61,9 @@ def _help(chat: Any, rest: str) -> None:
     found = [ALL[wanted]] if wanted else list({id(item): item for item in ALL.values()}.values())
     heads = [" ".join(f"/{name}" for name in item.names) + (f" {item.args}" if item.args else "") for item in found]
     width = min(max(map(len, heads)), 34)
-    lines = [f"{head:<{width}}  {item.help}" for head, item in zip(heads, found, strict=True)]
+    lines = [
+        chat.screen.fold(f"{head:<{width}}  {item.help}", width + 2) for head, item in zip(heads, found, strict=True)
+    ]
     if not wanted:
         lines.append('Enter sends, Alt-Enter or Ctrl-J breaks the line, """ opens and closes a block,')
         lines.append("Ctrl-G opens $EDITOR, Tab completes, Ctrl-C stops an answer, Ctrl-D leaves.")

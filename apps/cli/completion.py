@@ -12,6 +12,8 @@ from click.shell_completion import get_completion_class
 from mlx_spec.errors import OptionError
 
 SHELLS = ("bash", "zsh", "fish")
+# A zsh without settings, such as a new Mac's, has not loaded its completion.
+START = {"zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }\n"}
 _shell = click.argument("shell", type=click.Choice(SHELLS), required=False)
 
 
@@ -57,7 +59,7 @@ def install(shell: str | None) -> None:
     else:
         target = user_config_path("mlx-spec", appauthor=False) / f"completion.{name}"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(script(name) + "\n", encoding="utf-8")
+    target.write_text(START.get(name, "") + script(name) + "\n", encoding="utf-8")
     click.echo(f"wrote {target}")
     if target.name.startswith("completion."):
         _add_line(Path.home() / f".{name}rc", f'source "{target}"')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import CompletionItem
 
+from mlx_spec.apps.cli.options import words_for
 from mlx_spec.apps.config import KEYS, config_path, key_named, resolve, write_key
 
 
@@ -21,6 +22,12 @@ def shown(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value)
+
+
+def _values(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    key = KEYS.get(ctx.params.get("key") or "")
+    words = words_for(key) if key is not None else ()
+    return [CompletionItem(word) for word in words if word.startswith(incomplete)]
 
 
 @click.group()
@@ -47,7 +54,7 @@ def get(key: str) -> None:
 
 @config.command("set", context_settings={"ignore_unknown_options": True})
 @click.argument("key", shell_complete=_names)
-@click.argument("value")
+@click.argument("value", shell_complete=_values)
 def set_(key: str, value: str) -> None:
     """Set KEY to VALUE in the settings file; comments there are kept."""
     value = write_key(config_path(), key, value)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from asyncio import Future
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +40,17 @@ def keys() -> KeyBindings:
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
+    editing: list[Future[None]] = []
+
     @found.add("c-g")
     def _(event: KeyPressEvent) -> None:
-        event.current_buffer.open_in_editor()
+        editing[:] = [event.current_buffer.open_in_editor()]
 
     @found.add("c-c")
     @found.add("<sigint>")
     def _(event: KeyPressEvent) -> None:
+        if editing and not editing[0].done():
+            return  # it was meant for the editor
         if event.current_buffer.text:
             event.current_buffer.reset()
         else:
@@ -90,15 +96,41 @@ def unfence(text: str) -> str:
     return text
 
 
+class LineHistory(FileHistory):
+    """Typed lines in a file that only its owner reads. Where that cannot be written, ``note`` gets one sentence and the
+    lines are kept in memory."""
+
+    def __init__(self, path: Path, note: Callable[[str], None]) -> None:
+        self._note: Callable[[str], None] | None = note
+        super().__init__(str(path))
+        with self._noting():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+
+    def load_history_strings(self) -> Iterable[str]:
+        with self._noting():
+            return list(super().load_history_strings())
+        return []
+
+    def store_string(self, string: str) -> None:
+        with self._noting():
+            super().store_string(string)
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if self._note is not None:
+                self._note(f"typed lines are not kept: {self.filename!s}: {error.strerror}")
+                self._note = None
+
+
 class Editor:
     """Reads one message at a time. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C on an empty line."""
 
-    def __init__(self, history: Path | None, completer: Completer) -> None:
-        kept: History = InMemoryHistory()
-        if history is not None:
-            history.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            os.close(os.open(history, os.O_RDWR | os.O_CREAT, 0o600))
-            kept = FileHistory(str(history))
+    def __init__(self, history: Path | None, completer: Completer, note: Callable[[str], None]) -> None:
+        kept: History = InMemoryHistory() if history is None else LineHistory(history, note)
         # The prompt goes to stderr where stdout is a file. A terminal without escape codes: prompt_toolkit's own case.
         output = None if is_dumb_terminal() else create_output(always_prefer_tty=True)
         self._session: PromptSession[str] = PromptSession(
@@ -111,6 +143,7 @@ class Editor:
             prompt_continuation=lambda width, line, wrapped: "... ",
             output=output,
             tempfile_suffix=".md",
+            enable_suspend=True,
         )
 
     def read(self) -> str:

@@ -61,7 +61,7 @@ def generate(prompt: str | None, raw: bool, as_json: bool, as_jsonl: bool, **fla
         from mlx_spec.apps.cli.figures import stats_line
 
         thinking = "" if raw else opened.thinking(settings["think"])
-        line = stats_line(answer, thinking)
+        line = screen.fold(stats_line(answer, thinking))
         screen.say(line) if settings.source("stats") == "flag" else screen.line(line, faint=True)
     if answer.stopped:
         raise KeyboardInterrupt
@@ -119,7 +119,8 @@ def _print_event(response: Any) -> None:
 
 
 def _print_json(found: dict[str, Any]) -> None:
-    put(sys.stdout, json.dumps(found, ensure_ascii=False) + "\n")
+    unicode = sys.stdout.encoding.lower().replace("-", "") == "utf8"  # elsewhere letters would become "?"
+    put(sys.stdout, json.dumps(found, ensure_ascii=not unicode) + "\n")
 
 
 def read_prompt(prompt: str | None, screen: Screen) -> str:

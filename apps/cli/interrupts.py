@@ -45,6 +45,17 @@ class Interrupts:
         finally:
             signal.signal(signal.SIGINT, former)
 
+    @staticmethod
+    @contextmanager
+    def ignored() -> Iterator[None]:
+        """Ctrl-C means nothing to us inside this block: another program has the terminal. A handler that does nothing,
+        because a child would inherit an ignored signal."""
+        former = signal.signal(signal.SIGINT, lambda *_: None)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, former)
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Ctrl-C sets ``stopped`` inside this block; the former handler is restored after it. A press just before an

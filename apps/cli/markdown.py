@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
@@ -21,17 +22,15 @@ SHORTEST = 0.06  # seconds between two drawings of the open block
 SHARE = 10  # a drawing that took t seconds is followed by SHARE * t without one
 
 
-def finished(text: str) -> int:
-    """How many characters at the start of ``text`` are whole top-level blocks that later text cannot change.
+def ends(text: str) -> list[int]:
+    """Where those top-level blocks of ``text`` end that later text cannot change, in characters from its start.
 
     Only complete lines count: a line that has just begun may still join the list or table above it.
     """
     end = text.rfind("\n") + 1
-    starts = [token.map[0] for token in Markdown(text[:end]).parsed if token.level == 0 and token.map]
-    if len(set(starts)) < 2:
-        return 0
-    lines = text[:end].splitlines(keepends=True)
-    return sum(len(line) for line in lines[: max(starts)])
+    starts = {token.map[0] for token in Markdown(text[:end]).parsed if token.level == 0 and token.map}
+    lines = text[:end].split("\n")  # as the parser counts them: splitlines knows other line ends
+    return [sum(len(line) + 1 for line in lines[:start]) for start in sorted(starts)[1:]]
 
 
 class MarkdownWriter:
@@ -52,14 +51,14 @@ class MarkdownWriter:
 
     def close(self) -> None:
         """Print what is open and give the terminal back."""
-        self._flush(len(self._open))
+        self._flush([*ends(self._open), len(self._open)])
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def _draw(self) -> None:
         began = self._clock()
-        self._flush(finished(self._open))
+        self._flush(ends(self._open))
         if self._open.strip():
             if self._live is None:
                 self._live = Live(console=self.console, auto_refresh=False, transient=True,
@@ -69,30 +68,45 @@ class MarkdownWriter:
         ended = self._clock()
         self._next = ended + max(SHORTEST, SHARE * (ended - began))
 
-    def _flush(self, size: int) -> None:
-        """Print the first ``size`` characters for good."""
-        block, self._open = self._open[:size], self._open[size:]
-        if not block.strip():
-            return
-        if self._live is not None:
-            self._live.update("")
-        if self._printed:
-            self.console.print()
-        self._printed += 1
-        self.console.print(self._markdown(block))
+    def _flush(self, cuts: list[int]) -> None:
+        """Print the blocks that end at ``cuts`` for good, each by itself: how it looks must not depend on when."""
+        text, self._open = self._open, self._open[cuts[-1] :] if cuts else self._open
+        for start, end in pairwise([0, *cuts]):
+            lines = self._lines(text[start:end])
+            if not lines:
+                continue
+            if self._live is not None:
+                self._live.update("")
+            if self._printed:
+                self.console.print()
+            self._printed += 1
+            self.console.print(Segments([*_joined(lines), Segment.line()]))
 
     def _tail(self, text: str) -> Any:
         """The open block, cut to the lines that fit: a drawing taller than the screen could not be taken back."""
         height = max(self.console.size.height - 2, 1)
-        lines = self.console.render_lines(self._markdown(text), pad=False)
-        if self._printed:
+        lines = self._lines(text)
+        if self._printed and lines:
             lines.insert(0, [])
-        shown = lines[-height:]
-        return Segments([segment for line in shown for segment in (*line, Segment.line())][:-1])
+        return Segments(_joined(lines[-height:]))
 
-    @staticmethod
-    def _markdown(text: str) -> Markdown:
-        return Markdown(text, code_theme="ansi_dark", hyperlinks=False)
+    def _lines(self, text: str) -> list[list[Segment]]:
+        """Rendered, without the blank lines that rich puts around some blocks (one between two is ours to print) and
+        without the blanks at line ends (a terminal made narrower would wrap them)."""
+        markdown = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
+        lines = [_stripped(line) for line in self.console.render_lines(markdown, pad=False)]
+        full = [at for at, line in enumerate(lines) if line]
+        return lines[full[0] : full[-1] + 1] if full else []
 
 
-__all__ = ["MarkdownWriter", "finished"]
+def _stripped(line: list[Segment]) -> list[Segment]:
+    while line and not line[-1].text.strip():
+        line = line[:-1]
+    return [*line[:-1], Segment(line[-1].text.rstrip(), line[-1].style)] if line else []
+
+
+def _joined(lines: list[list[Segment]]) -> list[Segment]:
+    return [segment for line in lines for segment in (*line, Segment.line())][:-1]
+
+
+__all__ = ["MarkdownWriter", "ends"]

@@ -13,7 +13,7 @@ import click
 
 from mlx_spec.apps.cli.output import Screen
 from mlx_spec.apps.cli.terminal import cooked
-from mlx_spec.apps.config import Settings
+from mlx_spec.apps.config import Settings, user_path
 from mlx_spec.errors import ModelNotFoundError, OptionError
 from mlx_spec.options import SpeculativeConfig
 
@@ -98,8 +98,8 @@ def open_engine(
             speculative=config,
             fallback=settings["fallback"],
         )
-    if Path(name).is_dir():
-        name = str(Path(name).resolve())  # so that `chat -c` finds it from any folder
+    if paths.target == Path(name).expanduser():  # a folder, not a name: `chat -c` finds it from anywhere
+        name = str(paths.target.resolve())
     return Opened(engine, name, config, paths.target, partner, dict(paths.template_kwargs))
 
 
@@ -113,7 +113,7 @@ def bring_drafter(
     from mlx_spec import drafters, hub
     from mlx_spec.apps import pull
 
-    if name is None or name in drafters.names():
+    if name is None or name in drafters.names() or user_path(name).is_dir():
         return
     try:
         if hub.local(name) is None:

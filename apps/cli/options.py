@@ -42,14 +42,20 @@ class KeyType(click.ParamType):
         return "[" + "|".join(self.key.choices) + "]" if self.key.choices else None
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        words: tuple[str, ...] = self.key.choices
-        if self.key.name == "method":
-            words = methods()
-        elif self.key.name == "draft":
-            words = ("auto", "off")
-        elif self.key.name == "model":
-            words = known_models()
-        return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+        if self.key.name in ("model", "draft") and incomplete.startswith(("/", ".", "~")):
+            return [CompletionItem(incomplete, type="dir")]
+        return [CompletionItem(word) for word in words_for(self.key) if word.startswith(incomplete)]
+
+
+def words_for(key: Key) -> tuple[str, ...]:
+    """What a value of this setting may be, as far as that can be listed."""
+    if key.name == "method":
+        return methods()
+    if key.name == "draft":
+        return ("auto", "off")
+    if key.name == "model":
+        return known_models()
+    return ("on", "off") if key.kind == "switch" else key.choices
 
 
 def known_models() -> tuple[str, ...]:
@@ -186,4 +192,4 @@ def unused(settings: Settings) -> list[str]:
 
 
 __all__ = ["common_flags", "known_models", "methods", "model_flags", "request_flags", "request_options", "setting",
-           "settle", "unused", "verbosity"]  # fmt: skip
+           "settle", "unused", "verbosity", "words_for"]  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +16,8 @@ from typing import Any, TextIO
 
 import click
 
-# C0 and C1 controls but newline and tab: a model's output must not drive the terminal.
-_CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+# C0 and C1 controls but tab and line end: a model's output must not drive the terminal.
+_CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}") | {9: "\t", 10: "\n", 13: ""}
 
 
 def clean(text: str) -> str:
@@ -58,6 +59,15 @@ class Screen:
         """A line that was asked for, quiet or not; on stderr."""
         sys.stdout.flush()
         put(sys.stderr, (clean(text) if self.err_tty else text) + "\n")
+
+    def fold(self, text: str, indent: int = 0) -> str:
+        """``text`` broken between words where this terminal ends, with ``indent`` before each further line; whole where
+        nobody is looking."""
+        if not self.err_tty:
+            return text
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # 0: a terminal that does not know
+        indent = indent if indent < width // 2 else 4
+        return textwrap.fill(text, max(width - 1, 20), subsequent_indent=" " * indent, break_on_hyphens=False)
 
     def note(self, text: str) -> None:
         """Something the user should know that is not an error."""
@@ -106,17 +116,20 @@ class Working:
 
     def _appear(self) -> None:
         from rich.console import Console
+        from rich.text import Text
 
         with self._lock:
             if not self._over:
-                self._status = Console(stderr=True).status(self._text)
+                self._status = Console(stderr=True).status(Text(self._text))  # a name may look like rich's markup
                 self._status.start()
 
     def update(self, text: str) -> None:
         with self._lock:
             self._text = text
             if self._status is not None:
-                self._status.update(text)
+                from rich.text import Text
+
+                self._status.update(Text(text))
 
     def report(self, text: str) -> None:
         """Like ``update``, for what may take minutes: without a terminal it is a line for each new step (the words
@@ -150,6 +163,8 @@ def put(stream: TextIO, text: str) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         raise Closed from None
+    except OSError as error:  # a full disk, most often
+        raise OSError(error.errno, error.strerror, f"writing to {stream.name}") from error
 
 
 __all__ = ["Closed", "Screen", "Working", "clean", "put"]

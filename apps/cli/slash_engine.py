@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_spec.apps.cli.commands import command
 from mlx_spec.apps.cli.config import shown
-from mlx_spec.apps.cli.options import known_models, methods
+from mlx_spec.apps.cli.options import known_models, methods, words_for
 from mlx_spec.apps.config import KEYS
 from mlx_spec.errors import MlxSpecError, OptionError
 
@@ -23,7 +23,7 @@ def _set_words(chat: Any, before: list[str]) -> tuple[str, ...]:
     key = KEYS.get(before[0])
     if key is None or len(before) > 1:
         return ()
-    return (*(("on", "off") if key.kind == "switch" else key.choices), "default")
+    return (*words_for(key), "default")
 
 
 @command("set", "[setting [value]]", words=_set_words)
@@ -118,7 +118,7 @@ def _stats(chat: Any, rest: str) -> None:
     if not chat.answers:
         raise OptionError("there is no answer yet")
     last = chat.answers[-1]
-    chat.screen.say(chat.figures())
+    chat.screen.say(chat.screen.fold(chat.figures()))
     counts = Counter(last.stats.accepted_per_round)
     chat.screen.say("accepted per round: " + ", ".join(f"{n}: {counts[n]}x" for n in sorted(counts)))
     every = [answer.stats for answer in chat.answers]

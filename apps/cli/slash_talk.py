@@ -8,13 +8,13 @@ import re
 import sys
 from dataclasses import asdict
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from mlx_spec.apps.cli.commands import command
 from mlx_spec.apps.cli.editor import PATHS
 from mlx_spec.apps.cli.output import put
 from mlx_spec.apps.cli.terminal import cooked
+from mlx_spec.apps.config import user_path
 from mlx_spec.apps.store import Message, Store
 from mlx_spec.errors import OptionError
 
@@ -34,7 +34,7 @@ def _regen(chat: Any, rest: str) -> None:
     """Answer the last message again."""
     talk = chat.talk
     if talk.reply() is None:
-        raise OptionError("there is no answer to make again")
+        raise OptionError("there is no answer to make again; say something first")
     if talk.values["temperature"] == 0 or talk.values["seed"] is not None:
         chat.screen.note("temperature 0 or a fixed seed: the answer will be the same unless a setting changed")
     before = list(talk.messages)
@@ -61,7 +61,7 @@ def _edit(chat: Any, rest: str) -> None:
     before = list(talk.messages)
     last = talk.undo() or ""
     try:
-        with cooked():
+        with cooked(), chat.interrupts.ignored():
             text = click.edit(last, extension=".md")
     except click.ClickException as error:
         talk.messages = before
@@ -88,11 +88,13 @@ def _file(chat: Any, rest: str) -> None:
     """Attach a text file to your next message."""
     if not rest:
         raise OptionError("give a path: /file notes.txt")
-    path = Path(rest.strip("'\"")).expanduser()
-    if not path.exists() and (bare := Path(re.sub(r"\\(.)", r"\1", rest)).expanduser()).exists():
+    path = user_path(rest.strip("'\""))
+    if not path.exists() and (bare := user_path(re.sub(r"\\(.)", r"\1", rest))).exists():
         path = bare  # as a terminal writes a path that was dropped on it
     try:
         size = path.stat().st_size
+        if not (path.is_file() or path.is_dir()):
+            raise OptionError(f"{path} is a device or a pipe; attach a text file")
         if size > FILE_LIMIT:
             raise OptionError(f"{path} has {size} bytes; attach at most {FILE_LIMIT}")
         text = path.read_text(encoding="utf-8")
@@ -171,7 +173,7 @@ def _export(chat: Any, rest: str) -> None:
         )
     if not chat.talk.messages:
         raise OptionError("there is nothing to export yet")
-    path = Path(name.strip() or f"chat-{datetime.now():%Y-%m-%d-%H%M%S}.{kind}").expanduser()
+    path = user_path(name.strip() or f"chat-{datetime.now():%Y-%m-%d-%H%M%S}.{kind}")
     messages = chat.talk.stored()
     text = _as_json(messages, chat.talk.opened.name) if kind == "json" else _as_markdown(messages)
     try:

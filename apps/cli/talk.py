@@ -6,14 +6,14 @@ kind need no bookkeeping here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mlx_spec.apps.cli.opening import Opened
 from mlx_spec.apps.cli.options import request_options
 from mlx_spec.apps.config import KEYS, Settings
-from mlx_spec.apps.store import Message, Store
+from mlx_spec.apps.store import ChangedError, Message, Store
 from mlx_spec.errors import OptionError
 from mlx_spec.options import Options
 
@@ -21,15 +21,20 @@ MAX_TOKENS = 1024  # of an answer, where nothing else is set
 
 
 class Talk:
-    """``values`` holds the settings by name and may be changed; ``store`` None keeps nothing on disk."""
+    """``values`` holds the settings by name and may be changed; ``store`` None keeps nothing on disk; ``note`` gets a
+    sentence where a conversation has to be kept as a new one."""
 
-    def __init__(self, opened: Opened, settings: Settings, store: Store | None = None) -> None:
+    def __init__(
+        self, opened: Opened, settings: Settings, store: Store | None = None, note: Callable[[str], None] = print
+    ) -> None:
         self.values: dict[str, Any] = dict(settings)
         self.system: str = settings["system"] or ""
         self.messages: list[Message] = []  # user and assistant in turn
         self.attached: list[tuple[str, str]] = []  # (name, text) that go with the next message
         self.store = store
         self.conversation: int | None = None
+        self._seen: list[Message] = []  # what the store holds of it, as far as this chat knows
+        self._note = note
         self.switch(opened)
 
     def release(self) -> None:
@@ -111,9 +116,17 @@ class Talk:
             self.save(self.store)
 
     def save(self, store: Store, name: str | None = None) -> None:
+        messages = self.stored()
+        if self.conversation is not None:
+            try:
+                store.write(self.conversation, messages, self.opened.name, self._seen)
+            except ChangedError:
+                self.conversation = None
+                self._note("this conversation was changed or deleted elsewhere; it goes on as a new one")
         if self.conversation is None:
             self.conversation = store.create(self.opened.name)
-        store.write(self.conversation, self.stored(), self.opened.name)
+            store.write(self.conversation, messages, self.opened.name)
+        self._seen = messages
         if name:
             store.rename(self.conversation, name)
 
@@ -126,7 +139,7 @@ class Talk:
 
     def restore(self, store: Store, conversation: int) -> None:
         """Continue a kept conversation; its system prompt comes with it."""
-        found = store.messages(conversation)
+        found = self._seen = store.messages(conversation)
         self.system = "\n".join(message.content for message in found if message.role == "system")
         self.messages = [message for message in found if message.role != "system"]
         self.attached, self.conversation, self.last_prompt = [], conversation, None
