@@ -1,4 +1,4 @@
-"""Training of DFlash drafters: the target answers prompts (``make_data``), a drafter learns from the answers (``train``).
+"""Training of DFlash drafters: the target answers prompts (``make_data``), a drafter learns from that (``train``).
 
 Names resolve on first use, so that a front end can read the settings' table before mlx is imported.
 """

@@ -1,7 +1,7 @@
 """Blocks of a batch: where they begin, what each slot must say, how much it counts, what it may see. Host arrays only.
 
-Shapes: ``B`` samples, ``m`` blocks a sample, ``k`` slots a block (the anchor is slot 0), ``S`` context rows. Block j of a
-sample holds its anchor ``a`` and masks at positions ``a .. a+k-1``; slot i must say the token at position ``a+i``
+Shapes: ``B`` samples, ``m`` blocks a sample, ``k`` slots a block (the anchor is slot 0), ``S`` context rows. A block
+holds its anchor ``a`` and masks at positions ``a .. a+k-1``; slot i must say the token at position ``a+i``
 (arXiv 2602.06036, section 4; not shifted).
 """
 
@@ -58,7 +58,7 @@ def decay(slots: int, gamma: float) -> Array:
 def make_blocks(
     samples: Sequence[Sample], anchors: Sequence[Sequence[int]], slots: int, gamma: float, to_draft: Array | None = None
 ) -> Blocks:
-    """Blocks of one batch. ``to_draft`` [V]: a token's number in a reduced draft vocabulary, NO_LABEL where it has none.
+    """Blocks of one batch. ``to_draft`` [V]: a token's number in a reduced draft vocabulary, NO_LABEL for none.
 
     Samples with fewer anchors than others repeat their last one without weight.
     """

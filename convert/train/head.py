@@ -17,7 +17,7 @@ Project = Callable[[mx.array], mx.array]  # [R, H] after the final norm -> [R, V
 
 @dataclass(frozen=True)
 class Rows:
-    """Per row: cross-entropy, its gradient with respect to the hidden state, and whether the best token is the label."""
+    """Per row: cross-entropy, its gradient by the hidden state, and whether the best token is the label."""
 
     losses: mx.array  # [R] float32
     slopes: mx.array  # [R, H]

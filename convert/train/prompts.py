@@ -1,4 +1,4 @@
-"""Prompts from files: lines of text, JSONL chats, pieces of code. Knows the tokenizer only to cut raw code by tokens."""
+"""Prompts from files: lines of text, JSONL chats, pieces of code. Needs a tokenizer only to cut raw code."""
 
 from __future__ import annotations
 

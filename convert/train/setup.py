@@ -130,9 +130,7 @@ def _of(data: Data) -> dict[str, Any]:
 def _fits(data: Data, target: DecoderTarget, print_: str, notes: list[str]) -> None:
     largest = max(int(sample.tokens.max()) for sample in data.samples)
     if largest >= target.vocab_size:
-        raise PairError(
-            f"{data.path} holds token {largest}, this target has {target.vocab_size}: the data was made with another one"
-        )
+        raise PairError(f"{data.path} holds token {largest}, this target has {target.vocab_size}: not its data")
     if data.manifest.get("target_fingerprint") not in (None, print_):
         notes.append(f"{data.path} holds the answers of other weights than this target's; make it anew if you can")
     if not data.manifest.get("complete"):
