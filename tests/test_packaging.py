@@ -75,7 +75,8 @@ def test_dependencies_cover_the_imports() -> None:
     """Every third-party module that the product imports is declared, not merely brought along by another."""
     from house import imported, sources
 
-    declared = {line.split(";")[0] for line in PROJECT["project"]["dependencies"]}
+    extras = PROJECT["project"]["optional-dependencies"]
+    declared = {line.split(";")[0] for line in (*PROJECT["project"]["dependencies"], *extras["plot"])}
     names = {line.split(">")[0].split("[")[0].strip().replace("-", "_") for line in declared}
     # mlx-lm's own requirements, in versions that suit it: we handle its tokenizers, templates and weights.
     names |= {"mlx_spec", "transformers", "tokenizers", "safetensors", "jinja2"}
