@@ -162,7 +162,7 @@ def stream_generate(
     options, progress = with_stop(options, stop), prompt_progress_callback or _quiet
     if cache is None:
         return engine.stream(ids, options, progress=progress)
-    return _continue(engine, cache, ids, options, progress)
+    return _continue(engine, cache, prompt_cache, ids, options, progress)
 
 
 def generate(model: Any, tokenizer: Any, prompt: Prompt, verbose: bool = False, **kwargs: Any) -> str:
@@ -203,9 +203,10 @@ def _open_cache(engine: Engine, prompt_cache: Any, draft_model: Any) -> PromptCa
 
 
 def _continue(
-    engine: Engine, cache: PromptCache, ids: list[int], options: Options, progress: Progress
+    engine: Engine, cache: PromptCache, given: list[Any], ids: list[int], options: Options, progress: Progress
 ) -> Iterator[GenerationResponse]:
-    """A call on a prompt cache. However it ends, the cache then holds what was handed out, as mlx-lm's would."""
+    """A call on a prompt cache. However it ends, ``given``, the caller's list, then holds what was handed out, as with
+    mlx-lm."""
     use = cache.enter()
     session = cache.session
     prompt = [*session.tokens, *ids]
@@ -218,6 +219,8 @@ def _continue(
                 yield response
     finally:
         cache.leave(use)
+        if any(mine is not theirs for mine, theirs in zip(cache, given, strict=True)):
+            given[:] = cache  # caches that a failure had broken were replaced
 
 
 def _callables(processors: Any) -> tuple[Callable[..., Any], ...]:

@@ -149,11 +149,8 @@ class Session:
         self.cache.begin(len(rows))
         try:
             out = self.target.forward(mx.array(list(rows), dtype=mx.uint32), self.cache, self.taps)
-            mx.eval(self.cache.arrays(), [] if out.features is None else out.features)
+            self.evaluate(self.cache.arrays(), [] if out.features is None else out.features)
             kept = len(rows)
-        except RuntimeError as error:
-            self.lose()
-            raise EvaluationError(f"MLX could not compute the prompt: {error}") from error
         finally:
             self.cache.commit(range(kept)) if kept else self.cache.abort()
         self.tokens.extend(following)
@@ -188,6 +185,14 @@ class Session:
         """Committed rows into the drafter. Raises DrafterError (see ``park``)."""
         if self.draft is not None:
             self._guard(self.draft.ingest, tokens, features, start)
+
+    def evaluate(self, *arrays: Any) -> None:
+        """Raises EvaluationError after ``lose``: what was written to the cache hangs on the failure."""
+        try:
+            mx.eval(*arrays)
+        except RuntimeError as error:
+            self.lose()
+            raise EvaluationError(f"MLX could not compute the prompt: {error}") from error
 
     def lose(self) -> None:
         """See ``contracts.Conversation.lose``."""
@@ -267,17 +272,17 @@ class PromptCache(list[Any]):
         session, shown = self.session, self.shown
         if use != self.uses or shown is None:
             return
-        self.shown = None
         if session.lost:
+            session.refill()
+        if session.tokens and session.cache.length == session.start + len(session.tokens) - 1:
+            del session.tokens[max(shown, 1) :]
+            session.cache.trim(session.start + len(session.tokens) - 1)
+            session.target.forward(mx.array(session.tokens[-1:]), session.cache)
+            self._marks = session.cache.marks()
+            session.evaluate(session.cache.arrays(), [] if self._marks is None else self._marks)
+        if session.start == 0:
             self[:] = session.cache.entries
-        if not session.tokens or session.cache.length != session.start + len(session.tokens) - 1:
-            return
-        del session.tokens[max(shown, 1) :]
-        session.cache.trim(session.start + len(session.tokens) - 1)
-        session.target.forward(mx.array(session.tokens[-1:]), session.cache)
-        self._marks = session.cache.marks()
-        mx.eval(session.cache.arrays(), [] if self._marks is None else self._marks)
-        self[:] = session.cache.entries
+        self.shown = None  # last: an interrupted call is finished by the next
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PromptCache:
         ours = self.session

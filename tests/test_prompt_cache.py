@@ -175,20 +175,32 @@ def test_a_refused_call_leaves_the_cache_as_it_was(pair, monkeypatch):
     assert (cache[0].offset, cache.session.tokens) == (rows, tokens)
 
 
-def test_a_failed_evaluation_keeps_the_conversation(pair, theirs, monkeypatch):
-    cache, reference = make_prompt_cache(pair[0]), mlx_lm_cache(theirs[0])
-    ids(stream_generate(*pair, PROMPT, max_tokens=5, prompt_cache=cache))
-    ids(mlx_lm.stream_generate(*theirs, PROMPT, max_tokens=5, prompt_cache=reference))
+@pytest.mark.parametrize("ours", [make_prompt_cache, mlx_lm_cache])
+@pytest.mark.parametrize("during", [0, 4])
+def test_a_failed_evaluation_keeps_the_conversation(pair, theirs, monkeypatch, ours, during):
+    """In the prompt, and in the third round: the cache is filled again with what was handed out."""
+    cache, reference = ours(pair[0]), mlx_lm_cache(theirs[0])
     target = engine_of(*pair).target
-    forward, broken = target.forward, mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)[0, :1].astype(mx.uint32)
+    forward, calls = target.forward, []
+    broken = mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)[0, :1].astype(mx.uint32)
+
+    def failing(tokens, *rest):
+        calls.append(1)
+        return forward(tokens + broken if len(calls) == during + 1 else tokens, *rest)
+
     with monkeypatch.context() as patch:
-        patch.setattr(target, "forward", lambda tokens, *rest: forward(tokens + broken, *rest))
-        with pytest.raises(RuntimeError, match="MLX could not compute the prompt"):
-            ids(stream_generate(*pair, " more", prompt_cache=cache))
-    trimmed = reference[0].offset - len(cache.session.tokens)
-    trim_prompt_cache(reference, max(trimmed, 0))
-    ours = ids(stream_generate(*pair, " again", max_tokens=9, prompt_cache=cache))
-    assert ours == ids(mlx_lm.stream_generate(*theirs, " again", max_tokens=9, prompt_cache=reference))
+        patch.setattr(target, "forward", failing)
+        got, stream = [], stream_generate(*pair, PROMPT, prompt_cache=cache, width=1)
+        with pytest.raises(RuntimeError, match="MLX could not compute"):
+            got.extend(response.token for response in stream)
+    assert len(got) == max(during - 1, 0)
+    fed = pair[1].encode(PROMPT)[: None if during else 1] + got
+    theirs[0](mx.array([fed]), cache=reference)
+    texts = []
+    for step, model, held in ((stream_generate, pair, cache), (mlx_lm.stream_generate, theirs, reference)):
+        assert held[0].offset == held[-1].offset == len(fed)
+        texts.append(ids(step(*model, " again", max_tokens=9, prompt_cache=held)))
+    assert texts[0] == texts[1]
 
 
 def test_another_models_cache_is_refused(pair, theirs, tmp_path):
