@@ -269,6 +269,15 @@ def test_pairs_without_a_stated_layer_count_are_checked_by_taps_and_mask(tmp_pat
     drafter.bind(FakeTarget(vocab=100_160, layers=6))  # type: ignore[arg-type]  # one vocabulary, padded otherwise
 
 
+def test_an_embedding_that_cannot_be_borrowed_is_refused_when_bound(tmp_path: Path) -> None:
+    class Positions(FakeTarget):
+        def embed(self, ids: mx.array) -> mx.array:
+            raise UnsupportedError("what enters layer 0 is not the embedding")
+
+    with pytest.raises(UnsupportedError, match="layer 0"):
+        drafters.load("dflash", saved(tmp_path)).bind(Positions())  # type: ignore[arg-type]
+
+
 def test_folders_that_are_something_else(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model")
     with pytest.raises(PairError, match="is a language model"):

@@ -43,7 +43,8 @@ class DFlashDrafter:
         self.target: Target | None = None
 
     def bind(self, target: Target) -> None:
-        """Raises PairError with both numbers where the drafter was made for another target."""
+        """Raises PairError with both numbers where the drafter was made for another target, and UnsupportedError where
+        the target's embedding cannot be borrowed."""
         config = self.config
         _same("hidden size", config.hidden_size, target.hidden_size)
         if config.num_target_layers is not None:
@@ -54,6 +55,7 @@ class DFlashDrafter:
             _same("vocabulary", config.vocab_size, target.vocab_size)
         if config.mask_token_id >= target.vocab_size:
             raise PairError(f"mask_token_id {config.mask_token_id} is outside the target's {target.vocab_size} rows")
+        target.embed(mx.array([config.mask_token_id]))  # measured at first use: refuses here, and not in a round
         self.target = target
 
     def open(self, first: int, start: int = 0, draft_window: int | None = None) -> DFlashSession:
