@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-TOKENS = 4096  # in a step
+TOKENS = 2048  # in a step
 MUON_LR, MUON_MOMENTUM, MUON_DECAY = 0.02, 0.95, 0.05
 ADAM_LR, ADAM_BETAS, ADAM_DECAY = 3e-3, (0.9, 0.95), 0.0
 SAVE_EVERY_S = 150.0
@@ -128,7 +128,7 @@ def held_out_loss(model: Model, files: list[list[int]], most: int = 10**9, lengt
 
 
 def rate(progress: float, steps: int, hold: float) -> float:
-    return min(1.0, (steps + 1) / 60) * min(1.0, max(0.0, (1 - progress) / (1 - hold)))
+    return min(1.0, (steps + 1) / 30) * min(1.0, max(0.0, (1 - progress) / (1 - hold)))
 
 
 def save(run: Path, optimiser: Optimiser, elapsed: float, seen: int) -> None:
