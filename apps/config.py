@@ -151,7 +151,9 @@ def user_path(text: str) -> Path:
     have that name."""
     try:
         path = Path(text).expanduser()
-        path.exists()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # a name that is free, or a hub id
     except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
         shown = text if len(text) < 80 else text[:60] + "..."
