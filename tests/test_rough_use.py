@@ -11,13 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pexpect
 import pytest
 from test_chat import COMMAND, TERMINAL, Open, exported, open_chat
 from test_cli import Run, run
 
 from mlx_spec.apps import config
-from mlx_spec.apps.cli import commands, exit_code, generate, sentence
+from mlx_spec.apps.cli import commands, exit_code, generate, opening, sentence
 from mlx_spec.apps.cli.editor import LineHistory
 from mlx_spec.apps.cli.interrupts import Interrupts
 from mlx_spec.apps.cli.options import KeyType
@@ -202,6 +203,32 @@ def test_long_lines_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # keys
+
+
+def test_ctrl_c_at_a_question_inside_a_chat_is_a_stop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The question before a download, asked by /model and /draft."""
+
+    def asks(*args: Any) -> None:
+        opening._confirm("Download 9 GB?")
+
+    def pressed(*args: Any, **flags: Any) -> bool:
+        raise click.Abort
+
+    monkeypatch.setattr(click, "confirm", pressed)
+    monkeypatch.setattr(opening, "open_engine", asks)
+    monkeypatch.setattr(opening, "bring_drafter", asks)
+    target = SimpleNamespace(num_layers=2, hidden_size=4, vocab_size=8, max_context=None)
+    engine = SimpleNamespace(target=target, config={}, drafter=None, lane="plain", reason="")
+    opened = SimpleNamespace(name="tiny", engine=engine)
+    chat = SimpleNamespace(
+        talk=SimpleNamespace(opened=opened, engine=engine, release=None), interrupts=Interrupts(), screen=Screen(),
+        settings={}, yes=False,
+    )  # fmt: skip
+    for line in ("/model other", "/draft a/b"):
+        assert commands.run(chat, line) is None
+        assert "stopped" in capsys.readouterr().err
 
 
 def test_ctrl_c_belongs_to_the_editor_while_one_runs() -> None:

@@ -22,6 +22,10 @@ class Command:
 
 
 ALL: dict[str, Command] = {}
+KEYS = (
+    'Enter sends, Alt-Enter or Ctrl-J breaks the line, """ opens and closes a block, Ctrl-G opens $EDITOR, Tab '
+    "completes, Ctrl-C stops an answer, Ctrl-Z suspends, Ctrl-D leaves."
+)
 
 
 def command(names: str, args: str = "", words: Iterable[str] | Words = ()) -> Callable[[Run], Run]:
@@ -65,8 +69,7 @@ def _help(chat: Any, rest: str) -> None:
         chat.screen.fold(f"{head:<{width}}  {item.help}", width + 2) for head, item in zip(heads, found, strict=True)
     ]
     if not wanted:
-        lines.append('Enter sends, Alt-Enter or Ctrl-J breaks the line, """ opens and closes a block,')
-        lines.append("Ctrl-G opens $EDITOR, Tab completes, Ctrl-C stops an answer, Ctrl-D leaves.")
+        lines.append(chat.screen.fold(KEYS))
     chat.screen.say("\n".join(lines))
 
 

@@ -170,8 +170,11 @@ def _can_ask() -> bool:
 
 
 def _confirm(question: str) -> bool:
-    with cooked():
-        return click.confirm(question, default=True, err=True)
+    try:
+        with cooked():
+            return click.confirm(question, default=True, err=True)
+    except click.Abort:  # Ctrl-C or Ctrl-D; inside a chat that must not end the chat
+        raise KeyboardInterrupt from None
 
 
 __all__ = ["SMALL", "Opened", "choose", "open_engine"]
