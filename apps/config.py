@@ -61,7 +61,7 @@ class Key:
         kind = int if self.kind == "whole" else float
         wanted = "a whole number" if kind is int else "a number"
         if self.low is not None:
-            wanted += f" from {self.low:g}" + (f" to {self.high:g}" if self.high is not None else " up")
+            wanted += f" from {self.low}" + (f" to {self.high}" if self.high is not None else " up")
         try:
             value = kind(raw) if not isinstance(raw, bool) and not (kind is int and isinstance(raw, float)) else None
         except (TypeError, ValueError):
@@ -90,7 +90,7 @@ KEYS: dict[str, Key] = {
     key.name: key
     for key in (
         Key("model", "text", None, "Target: a folder, a hub id, or a name from `mlx-spec models list`.", "--model"),
-        Key("draft", "text", None, "Drafter: auto, off, a folder or a hub id.", "--draft"),
+        Key("draft", "text", None, "Drafter: auto, off, a folder or a hub id; auto: the model's own, else ngram.", "--draft"),
         Key("method", "text", None, "How to draft; one of the drafters' names.", "--method"),
         Key("system", "text", None, "System prompt.", "--system"),
         Key("max_tokens", "whole", None, "Most tokens of an answer; -1: until the context is full. "
@@ -216,6 +216,17 @@ def _one_source_for_drafting(values: dict[str, Any], sources: dict[str, str], fl
             values[name], sources[name] = KEYS[name].default, "default"
 
 
+def shown(value: object) -> str:
+    """A value as ``config set`` would take it."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)
+
+
 def write_key(path: Path, name: str, text: str | None) -> Any:
     """Set a key in the file (None: remove it), comments kept, whole or not at all. Returns the parsed value."""
     import tomlkit
@@ -251,4 +262,5 @@ def _replace(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-__all__ = ["KEYS", "Key", "Settings", "config_path", "key_named", "read_file", "resolve", "user_path", "write_key"]
+__all__ = ["KEYS", "Key", "Settings", "config_path", "key_named", "read_file", "resolve", "shown", "user_path",
+           "write_key"]  # fmt: skip

@@ -74,6 +74,21 @@ def test_a_wrong_key_can_be_taken_out_of_the_file(tmp_path: Path) -> None:
         config.write_key(path, "tempratur", None)
 
 
+def test_help_states_every_default_and_the_drafters(run: Run) -> None:
+    text = " ".join(run("generate", "--help").stdout.split())
+    assert "--method [dflash|ngram|plain]" in text
+    assert "the most likely token. Default: 0.0." in text
+    assert "when the drafter fails, and say so. Default: off." in text
+    done = run("generate", "-p", "x", "--seed", "-1")
+    assert done.stderr == "error: --seed must be a whole number from 0 to 9223372036854775807, not '-1'\n"
+    place = run("config", "path").stdout.strip()
+    Path(place).parent.mkdir(parents=True)
+    Path(place).write_text("tempratur = 1\n")
+    assert "unknown setting 'tempratur'" in run("config", "list").stderr
+    assert run("config", "unset", "tempratur").stdout == "tempratur is removed\n"
+    assert run("config", "list").returncode == 0
+
+
 def test_names_that_look_like_markup_can_be_shown(capfd: pytest.CaptureFixture[str]) -> None:
     working = Working("loading [/x] [red]", visible=True)
     working._appear()

@@ -6,22 +6,11 @@ import click
 from click.shell_completion import CompletionItem
 
 from mlx_spec.apps.cli.options import words_for
-from mlx_spec.apps.config import KEYS, config_path, key_named, resolve, write_key
+from mlx_spec.apps.config import KEYS, config_path, key_named, resolve, shown, write_key
 
 
 def _names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     return [CompletionItem(key.name, help=key.help) for key in KEYS.values() if key.name.startswith(incomplete)]
-
-
-def shown(value: object) -> str:
-    """A value as ``config set`` would take it."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return str(value)
 
 
 def _values(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -68,7 +57,7 @@ def set_(key: str, value: str) -> None:
 def unset(key: str) -> None:
     """Remove KEY from the settings file, so that its default holds."""
     write_key(config_path(), key, None)
-    click.echo(f"{key} = {shown(resolve()[key])}")
+    click.echo(f"{key} = {shown(resolve()[key])}" if key in KEYS else f"{key} is removed")
 
 
 @config.command("list")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from mlx_spec.apps.config import KEYS, Key, Settings, resolve
+from mlx_spec.apps.config import KEYS, Key, Settings, resolve, shown
 from mlx_spec.errors import OptionError
 from mlx_spec.options import MAX_WIDTH, Options, SpeculativeConfig
 
@@ -39,7 +39,8 @@ class KeyType(click.ParamType):
         return self.key.parse(value, self.key.flag)
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
-        return "[" + "|".join(self.key.choices) + "]" if self.key.choices else None
+        words = methods() if self.key.name == "method" else self.key.choices
+        return "[" + "|".join(words) + "]" if words else None
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         if self.key.name in ("model", "draft") and incomplete.startswith(("/", ".", "~")):
@@ -67,10 +68,11 @@ def known_models() -> tuple[str, ...]:
 def setting(name: str, *also: str) -> Callable[[F], F]:
     """A flag for one row of the settings table; None when it is not given."""
     key = KEYS[name]
+    text = key.help if key.default is None else f"{key.help} Default: {shown(key.default)}."
     if key.kind == "switch":
         negative = {"--show-thinking": "--hide-thinking"}.get(key.flag, "--no-" + key.flag[2:])
-        return click.option(f"{key.flag}/{negative}", name, default=None, help=key.help)
-    return click.option(key.flag, *also, name, type=KeyType(key), default=None, help=key.help)
+        return click.option(f"{key.flag}/{negative}", name, default=None, help=text)
+    return click.option(key.flag, *also, name, type=KeyType(key), default=None, help=text)
 
 
 def _together(*options: Callable[[F], F]) -> Callable[[F], F]:
@@ -134,7 +136,7 @@ def settle(flags: Mapping[str, Any]) -> tuple[Settings, SpeculativeConfig]:
         raise OptionError(f"--speculative-config: num_speculative_tokens must be at most {MAX_WIDTH - 1}")
     if flags.get("width") is not None and rows is not None and flags["width"] != rows:
         raise OptionError(
-            f"--width {_shown(flags['width'])} and --speculative-config: num_speculative_tokens {rows - 1} contradict "
+            f"--width {shown(flags['width'])} and --speculative-config: num_speculative_tokens {rows - 1} contradict "
             f"each other (width = num_speculative_tokens + 1 = {rows})"
         )
     _agree("--draft-window", flags.get("draft_window"), "--speculative-config: draft_window", config.draft_window)
@@ -157,10 +159,6 @@ def _method_known(method: str | None, where: str) -> None:
 def _agree(one: str, first: Any, other: str, second: Any) -> None:
     if first is not None and second is not None and first != second:
         raise OptionError(f"{one} {first} and {other} {second} contradict each other; give one")
-
-
-def _shown(width: Any) -> str:
-    return ",".join(map(str, width)) if isinstance(width, tuple) else str(width)
 
 
 def request_options(values: Mapping[str, Any], config: SpeculativeConfig, max_tokens: int) -> Options:

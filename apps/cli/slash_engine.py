@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_spec.apps.cli.commands import command
-from mlx_spec.apps.cli.config import shown
 from mlx_spec.apps.cli.options import known_models, methods, words_for
-from mlx_spec.apps.config import KEYS
+from mlx_spec.apps.config import KEYS, shown
 from mlx_spec.errors import MlxSpecError, OptionError
 
 # What may change inside a chat; the rest is decided when a model is loaded.
