@@ -90,7 +90,8 @@ KEYS: dict[str, Key] = {
     key.name: key
     for key in (
         Key("model", "text", None, "Target: a folder, a hub id, or a name from `mlx-spec models list`.", "--model"),
-        Key("draft", "text", None, "Drafter: auto, off, a folder or a hub id; auto: the model's own, else ngram.", "--draft"),
+        Key("draft", "text", None, "Drafter: auto, off, a folder or a hub id; auto: the model's own, else ngram.",
+            "--draft"),
         Key("method", "text", None, "How to draft; one of the drafters' names.", "--method"),
         Key("system", "text", None, "System prompt.", "--system"),
         Key("max_tokens", "whole", None, "Most tokens of an answer; -1: until the context is full. "
