@@ -14,7 +14,7 @@ from typing import Any
 import click
 import pexpect
 import pytest
-from test_chat import COMMAND, TERMINAL, Open, exported, open_chat
+from test_chat import ANSWER, COMMAND, TERMINAL, Open, exported, open_chat
 from test_cli import Run, run
 
 from mlx_spec.apps import config
@@ -290,7 +290,7 @@ def test_suspend_and_go_on(cli_env: dict[str, str], tiny_folder: Path) -> None:
     for line in ("", "a long one\r"):
         child.send(line)
         if line:
-            child.expect("\x1b")
+            child.expect(ANSWER)
         child.send("\x1a")
         child.expect("Stopped.*SHELL")
         child.sendline("fg")
