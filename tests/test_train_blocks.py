@@ -74,18 +74,16 @@ def test_groups_are_the_mask_in_pieces(seed: int) -> None:
     slots, context = int(rng.integers(2, 17)), int(rng.integers(40, 90))
     anchors = np.sort(rng.integers(0, context + 1, (2, 40)), axis=1)
     kinds = [(None, False), (16, True)]
-    groups = network.make_groups(anchors, slots, context, kinds, mx.float32)
-    assert [group.begin for group in groups[1:]] == [group.end for group in groups[:-1]]
-    assert (groups[0].begin, groups[-1].end) == (0, 40)
-    for kind in kinds:
-        whole = blocks.visible(anchors, context, slots, *kind)
-        for group in groups:
-            rows = slice(group.begin * slots, group.end * slots)
-            own = range(context + group.begin * slots, context + group.end * slots)
-            keys = [*range(group.context), *own]
-            assert np.array_equal(np.array(group.masks[kind])[:, 0] == 0, whole[:, rows][:, :, keys])
-            left = np.delete(whole[:, rows], keys, axis=2)
-            assert not left.any()
+    masks = network.make_masks(anchors, slots, context, kinds, mx.float32)
+    for kind, parts in zip(kinds, masks, strict=True):
+        whole, begin = blocks.visible(anchors, context, slots, *kind), 0
+        for mask in parts:
+            rows = slice(begin, begin + mask.shape[2])
+            keys = [*range(mask.shape[3] - mask.shape[2]), *range(context + rows.start, context + rows.stop)]
+            assert np.array_equal(np.array(mask)[:, 0] == 0, whole[:, rows][:, :, keys])
+            assert not np.delete(whole[:, rows], keys, axis=2).any()
+            begin = rows.stop
+        assert begin == 40 * slots
 
 
 def test_anchors_are_drawn_anew_and_told_by_the_seed() -> None:

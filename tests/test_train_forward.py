@@ -99,8 +99,8 @@ def test_blocks_and_later_features_do_not_touch_a_block(tmp_path: Path) -> None:
     assert np.abs(logits([middle], touched) - alone).max() > 1e-3
 
 
-@pytest.mark.parametrize("alpha", [None, 0.5])
-def test_gradient_is_that_of_the_weighted_loss(tmp_path: Path, alpha: float | None) -> None:
+@pytest.mark.parametrize(("alpha", "compiled"), [(None, False), (None, True), (0.5, True)])
+def test_gradient_is_that_of_the_weighted_loss(tmp_path: Path, alpha: float | None, compiled: bool) -> None:
     """Against central differences along random directions; D-PACE's weights are held fixed (they are detached)."""
     learner, _ = learner_of(save_drafter(tmp_path / "d", block=6, layer_types=(SLIDING, FULL), window=7), FakeTarget())
     samples = some_samples(2, seed=2)
@@ -108,7 +108,9 @@ def test_gradient_is_that_of_the_weighted_loss(tmp_path: Path, alpha: float | No
     blocks = make_blocks(samples, [random_anchors(s, 5, rng) for s in samples], 6, 4.0)
     features = np.stack([random_features(max(map(len, samples)), learner.raw, seed=i) for i in range(2)])
     inputs = forward.prepare(learner, blocks, mx.array(features))
-    grads, (loss, weight, right) = forward.gradients(learner, learner.params, inputs, alpha)
+    step = forward.make_step(learner, alpha, compiled)
+    grads, (loss, weight, right) = step(learner.params, inputs.arrays())
+    mx.eval(grads, loss, weight, right)
     assert right.shape == inputs.index.shape
     learner.wear(learner.params)
 
@@ -119,7 +121,7 @@ def test_gradient_is_that_of_the_weighted_loss(tmp_path: Path, alpha: float | No
 
     counts = inputs.weights
     if alpha is not None:
-        counts = forward._dpace(learner, inputs, rows_of(), alpha)
+        counts = forward.dpace_weights(learner, inputs, rows_of(), alpha)
     np.testing.assert_allclose(loss.item(), (rows_of() * counts).sum().item(), rtol=1e-4)
     np.testing.assert_allclose(weight.item(), counts.sum().item(), rtol=1e-5)
     flat = dict(tree_flatten(grads))
@@ -145,7 +147,7 @@ def test_accumulating_is_a_larger_batch(tmp_path: Path) -> None:
     def pull(which: list[int]) -> tuple[Any, Any]:
         blocks = make_blocks([samples[i] for i in which], [anchors[i] for i in which], 4, 4.0)
         inputs = forward.prepare(learner, blocks, mx.array(np.stack([features[i] for i in which])))
-        return forward.gradients(learner, learner.params, inputs, None)
+        return forward.make_step(learner, None, False)(learner.params, inputs.arrays())
 
     both, (loss, weight, _) = pull([0, 1])
     (first, found), (second, other) = pull([0]), pull([1])

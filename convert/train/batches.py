@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from mlx_spec.convert.train.blocks import Blocks, fixed_anchors, make_blocks, random_anchors
+from mlx_spec.convert.train.network import STEP
 from mlx_spec.convert.train.shards import Sample
 from mlx_spec.errors import OptionError
 
@@ -20,7 +21,7 @@ POOL = 16  # batches' worth of samples that are sorted by length, so that batche
 class Batch:
     samples: list[int]
     blocks: Blocks
-    length: int  # context rows that its anchors can see
+    length: int  # context rows that cover what its anchors can see, a multiple of STEP
 
 
 class Batches:
@@ -41,7 +42,8 @@ class Batches:
         anchors = [self._anchors(epoch, i) for i in chosen]
         picked = [self.samples[i] for i in chosen]
         blocks = make_blocks(picked, anchors, self.slots, self.gamma, self.to_draft)
-        return Batch(chosen, blocks, int(blocks.anchors.max()))
+        reach = max(1, int(blocks.anchors.max()))
+        return Batch(chosen, blocks, -(-reach // STEP) * STEP)
 
     def _anchors(self, epoch: int, i: int) -> list[int]:
         if self.draw == "fixed":

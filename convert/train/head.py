@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_spec.convert.train import quick
+
 CHUNK = 1 << 24  # logits alive at once
 Project = Callable[[mx.array], mx.array]  # [R, H] after the final norm -> [R, V] logits
 
@@ -40,7 +42,7 @@ def _score(project: Project, hidden: mx.array, labels: mx.array) -> Rows:
     logits = project(hidden)
     wide = logits.astype(mx.float32)
     top = wide.max(axis=-1, keepdims=True)
-    raised = mx.exp(wide - top)
+    raised = quick.exp(wide - top) if quick.on_cpu() else mx.exp(wide - top)
     total = raised.sum(axis=-1, keepdims=True)
     own = mx.take_along_axis(wide, labels[:, None], axis=-1)
     losses = (mx.log(total) + top - own)[:, 0]

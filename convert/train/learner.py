@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_spec import hub
-from mlx_spec.convert.train import initial, shape
+from mlx_spec.convert.train import initial, network, shape
 from mlx_spec.convert.train.settings import TrainSettings
 from mlx_spec.drafters import dflash
 from mlx_spec.drafters._dflash_config import DFlashConfig
@@ -43,6 +44,11 @@ class Learner:
     def slots(self) -> int:
         """The trained block."""
         return self.config.block_size
+
+    @cached_property
+    def kinds(self) -> list[network.Kind]:
+        """The different kinds of its layers."""
+        return network.kinds(self.model)
 
     @property
     def vocab(self) -> int:

@@ -183,6 +183,7 @@ class TrainSettings(Settings):
     weight_decay: float = row(float, "AdamW's", 0.0)
     clip: float = row(float, "largest norm of a gradient", 1.0)
     dtype: str = row(str, "of the forward; weights are kept in float32", "auto", ("auto", "float32", "bfloat16"))
+    compile: str = row(str, "mx.compile an update's gradients", "on", ("on", "off"))
     evaluate_every: int = row(int, "updates between two measurements", 200)
     save_every: int = row(int, "updates between two checkpoints", 200)
     keep: int = row(int, "checkpoints kept", 2)

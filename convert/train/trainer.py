@@ -15,7 +15,7 @@ from mlx_spec.convert.train import bundle, checkpoints, optimiser
 from mlx_spec.convert.train.batches import Batches
 from mlx_spec.convert.train.checkpoints import Checkpoint
 from mlx_spec.convert.train.curve import Curve
-from mlx_spec.convert.train.forward import by_slot, gradients, prepare
+from mlx_spec.convert.train.forward import by_slot, make_step, prepare
 from mlx_spec.convert.train.heldout import Measured, measure
 from mlx_spec.convert.train.optimiser import Moments, Params
 from mlx_spec.convert.train.provenance import versions
@@ -104,16 +104,17 @@ class Trainer:
         self.moments = self.moments or Moments.zeros(self.params)
         self.batches: Batches = self.parts.batches()
         self.curve = Curve(self.run, self.step)
+        settings = self.parts.settings
+        alpha = settings.alpha if settings.loss == "dpace" else None
+        self.gradients = make_step(self.parts.learner, alpha, settings.compile == "on")
 
     def pull(self, number: int) -> tuple[Params, tuple[mx.array, mx.array, mx.array, mx.array], int]:
         """Gradients of the batch of this number and (loss, weight, right [k], asked [k]), and its count of blocks."""
-        settings, learner = self.parts.settings, self.parts.learner
-        batch = self.batches[number]
+        learner, batch = self.parts.learner, self.batches[number]
         assert self.parts.learn_features is not None
-        features = self.parts.learn_features.rows(batch.samples, max(batch.length, 1))
+        features = self.parts.learn_features.rows(batch.samples, batch.length)
         inputs = prepare(learner, batch.blocks, features)
-        alpha = settings.alpha if settings.loss == "dpace" else None
-        grads, (loss, weight, right) = gradients(learner, self.params, inputs, alpha)
+        grads, (loss, weight, right) = self.gradients(self.params, inputs.arrays())
         blocks = int((batch.blocks.labels[:, :, 1] >= 0).sum())
         return grads, (loss, weight, *by_slot(inputs, right, self.parts.slots)), blocks
 
