@@ -252,14 +252,16 @@ def test_a_real_model_scores_the_same_with_any_drafter(smollm2: Path, tmp_path: 
     from mlx_spec.text import encode_chat
 
     shape = {"hidden": 576, "vocab": 49152, "target_layers": 30, "taps": (1, 15, 28), "mask": 49151}
-    answers = {}
-    for lane in ("plain", "ngram", "dflash"):
-        draft = save_drafter(tmp_path / "drafter", layers=1, **shape) if lane == "dflash" else lane
-        with Engine.load(smollm2, draft=str(draft)) as engine:
+    drafts = {"plain": "plain", "ngram": "ngram", "dflash": str(save_drafter(tmp_path / "drafter", layers=1, **shape))}
+    answers: dict[str, list[str]] = {}
+    for lane, draft in drafts.items():
+        tasks = TASKS[::5] if lane == "dflash" else TASKS  # untrained: it drafts in vain and costs the most
+        with Engine.load(smollm2, draft=draft) as engine:
             assert engine.lane == lane
-            asked = [encode_chat(engine.tokenizer, [{"role": "user", "content": question}]) for question, _ in TASKS]
-            options = Options(max_tokens=16, width=1 if lane == "plain" else 4)
-            answers[lane] = ["".join(r.text for r in engine.stream(ids, options)) for ids in asked]
+            session, options = engine.session(), Options(max_tokens=12, width=2 if lane == "dflash" else 4)
+            asked = [encode_chat(engine.tokenizer, [{"role": "user", "content": question}]) for question, _ in tasks]
+            answers[lane] = ["".join(r.text for r in engine.stream(ids, options, session)) for ids in asked]
     score = sum(answer in text for (_, answer), text in zip(TASKS, answers["plain"], strict=True))
-    assert answers["ngram"] == answers["dflash"] == answers["plain"]
+    assert answers["ngram"] == answers["plain"]
+    assert answers["dflash"] == answers["plain"][::5]
     assert score >= 12, f"{score} of {len(TASKS)}: {answers['plain']}"
