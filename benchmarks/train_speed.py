@@ -80,7 +80,7 @@ def main() -> None:
         names = SimpleNamespace(eos_token_ids=[])
         learner = begin(settings, target, config, names, samples)
     record = Recorder(target, learner.config.target_layer_ids)
-    batches = Batches(samples, args.batch, args.anchors, args.block, 4.0, "random", 0)
+    batches = Batches(samples, args.batch, args.anchors, args.block, 4.0, "random", 0, learner.to_draft)
     batch = batches[0]
     features = record(padded([samples[i] for i in batch.samples], batch.length))
     mx.eval(features)

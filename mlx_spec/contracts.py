@@ -107,6 +107,9 @@ class Target(Protocol):
     def head(self, hidden: mx.array) -> mx.array:
         """[m, D] (after a final norm) -> [m, V] by the target's own head, without any soft cap or scale."""
 
+    def head_over(self, ids: mx.array) -> Callable[[mx.array], mx.array]:
+        """``head`` restricted to the ids [r]: a function [m, D] -> [m, r] over a copy of their rows."""
+
 
 class DraftSession(Protocol):
     """All of a drafter's state for one conversation. Holds committed data only."""

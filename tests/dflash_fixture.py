@@ -6,6 +6,7 @@ Written from the published format (config keys, tensor names and shapes), not wi
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,10 @@ class FakeTarget:
 
     def head(self, hidden: mx.array) -> mx.array:
         return hidden @ mx.array(self.unembedding).T
+
+    def head_over(self, ids: mx.array) -> Callable[[mx.array], mx.array]:
+        rows = mx.array(self.unembedding)[ids]
+        return lambda hidden: hidden @ rows.T
 
 
 def random_features(rows: int, config: dict[str, Any], seed: int = 0) -> np.ndarray:

@@ -102,14 +102,12 @@ INNER_REFUSED = {
     "attention_sink_bias": True,
     "mask_embedding": "mask_embedding.pt",
     "sample_from_anchor": True,
-    "draft_vocab_size": 32,
     "use_aux_hidden_state": False,
     "something_new": 1,
 }
 TOP_REFUSED = {
     "add_swa_attention_sink_bias": True,
     "attention_value_scale": 0.5,
-    "draft_vocab_size": 32000,
     "target_hidden_size": 32,
     "logit_scale": 0.1,
     "markov_rank": 0,

@@ -36,7 +36,7 @@ def learner_of(folder: Path, target: Any) -> tuple[Learner, dflash.DFlashDrafter
     model = dflash.DFlashModel(drafter.config)
     model.load_weights(list(dense_weights(drafter.model).items()))
     raw = read_config(folder)
-    return Learner(raw, drafter.config, model, target, model.parameters(), mx.float32), drafter
+    return Learner(raw, drafter.config, model, target, mx.float32), drafter
 
 
 def some_samples(count: int = 3, vocab: int = 256, seed: int = 0) -> list[Sample]:

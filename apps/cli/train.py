@@ -12,7 +12,7 @@ import click
 
 from mlx_spec.apps.cli import options as flags_
 from mlx_spec.apps.cli.output import Screen
-from mlx_spec.convert.train.settings import DataSettings, Settings, TrainSettings
+from mlx_spec.convert.train.settings import BITS, DataSettings, Settings, TrainSettings
 from mlx_spec.errors import OptionError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -146,12 +146,12 @@ def run(recipe: str | None, going_on: bool, **flags: Any) -> None:
 @click.argument("run_folder", metavar="RUN")
 @click.argument("out")
 @click.option("--step", type=int, help="The checkpoint of this update, not the newest.")
-@click.option("--bits", type=int, help="Quantise to 4 or 8 bits.")
+@click.option("--bits", type=int, help="Weights in 16 bits (bfloat16), 8 or 4.")
 @click.option("--debug", is_flag=True, help="Show where an error comes from.")
 def export(run_folder: str, out: str, step: int | None, bits: int | None, debug: bool) -> None:
     """Write the drafter of a checkpoint of RUN into the new folder OUT."""
-    if bits not in (None, 4, 8):
-        raise OptionError(f"--bits must be 4 or 8, not {bits}")
+    if bits not in (None, *BITS):
+        raise OptionError(f"--bits must be 4, 8 or 16, not {bits}")
     from mlx_spec.convert.train.run import export as write
 
     click.echo(write(run_folder, out, step, bits))

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from mlx_spec.convert.files import write_json as write_config
 from mlx_spec.convert.train import curve
-from mlx_spec.convert.train.optimiser import Params
+from mlx_spec.convert.train.learner import Weights
 from mlx_spec.convert.train.storage import replacing, save_arrays, write_json, write_text
 from mlx_spec.drafters import dflash
 from mlx_spec.drafters._dflash_config import DFlashConfig
@@ -25,16 +25,16 @@ PROVENANCE = "provenance.json"
 def write_bundle(
     place: Path,
     raw: dict[str, Any],
-    params: Params,
+    weights: Weights,
     provenance: dict[str, Any],
     bits: int | None,
     run: Path | None = None,
 ) -> None:
     """Write ``place``, over what was there: config.json, model.safetensors, README.md, provenance.json and the curve
-    of ``run``. ``bits``: quantise (4 or 8). The result is read back by the engine's own loader before it counts."""
-    config, weights = packed(raw, params, bits)
+    of ``run``. ``bits``: see ``packed``. The result is read back by the engine's own loader before it counts."""
+    config, tensors = packed(raw, weights, bits)
     with replacing(place) as folder:
-        save_arrays(folder / "model.safetensors", weights)
+        save_arrays(folder / "model.safetensors", tensors)
         write_config(folder / "config.json", config)
         write_json(folder / PROVENANCE, provenance)
         write_text(folder / "README.md", card(config, provenance))
@@ -44,12 +44,16 @@ def write_bundle(
         dflash.load(folder, {})
 
 
-def packed(raw: dict[str, Any], params: Params, bits: int | None) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """(config.json, tensors), quantised where asked for. Raises OptionError for a size that no group divides."""
+def packed(raw: dict[str, Any], weights: Weights, bits: int | None) -> tuple[dict[str, Any], Weights]:
+    """(config.json, tensors) in float32, in bfloat16 (``bits`` 16), or quantised (8, 4). Raises OptionError for a size
+    that no group divides."""
     if bits is None:
-        return raw | {"torch_dtype": "float32"}, dict(tree_flatten(params))
+        return raw | {"torch_dtype": "float32"}, weights
+    if bits == 16:
+        halved = {k: v.astype(mx.bfloat16) if mx.issubdtype(v.dtype, mx.floating) else v for k, v in weights.items()}
+        return raw | {"torch_dtype": "bfloat16"}, halved
     model = DFlashModel(DFlashConfig.parse(raw))
-    model.load_weights(list(tree_flatten(params)))
+    model.load_weights(list(weights.items()))
     inputs = {m.weight.shape[-1] for _, m in model.named_modules() if isinstance(m, nn.Linear)}
     group = next((size for size in (64, 32) if all(count % size == 0 for count in inputs)), None)
     if group is None:

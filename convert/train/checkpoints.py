@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_spec.convert.train.optimiser import Moments, Params
+from mlx_spec.convert.train.optimiser import Moments
 from mlx_spec.convert.train.storage import load_arrays, read_json, replacing, save_arrays, write_json
 from mlx_spec.errors import OptionError
 
@@ -24,15 +24,16 @@ class Checkpoint:
     """``state``: JSON beside the arrays (settings, hashes, the drafter's config, figures so far)."""
 
     step: int  # updates done
-    params: Params
+    weights: dict[str, mx.array]  # all that a drafter's file holds
     moments: Moments
     state: dict[str, Any]
 
 
 def save(run: Path, checkpoint: Checkpoint, keep: int) -> None:
     """Write it, then drop all but the newest ``keep``."""
-    parts = (("params", checkpoint.params), ("first", checkpoint.moments.first), ("second", checkpoint.moments.second))
+    parts = (("first", checkpoint.moments.first), ("second", checkpoint.moments.second))
     arrays = {f"{part}.{name}": value for part, tree in parts for name, value in tree_flatten(tree)}
+    arrays |= {f"weights.{name}": value for name, value in checkpoint.weights.items()}
     with replacing(run / FOLDER / f"step-{checkpoint.step:08d}") as folder:
         save_arrays(folder / "state.safetensors", arrays)
         write_json(folder / "state.json", checkpoint.state | {"step": checkpoint.step})
@@ -61,9 +62,9 @@ def newest(run: Path) -> Checkpoint:
 def load(folder: Path) -> Checkpoint:
     """One checkpoint's folder."""
     state = read_json(folder / "state.json", "a checkpoint")
-    trees: dict[str, list[tuple[str, mx.array]]] = {"params": [], "first": [], "second": []}
+    parts: dict[str, list[tuple[str, mx.array]]] = {"weights": [], "first": [], "second": []}
     for name, value in load_arrays(folder / "state.safetensors", "a checkpoint").items():
         part, _, rest = name.partition(".")
-        trees[part].append((rest, value))
-    params, first, second = (tree_unflatten(trees[part]) for part in ("params", "first", "second"))
-    return Checkpoint(int(state["step"]), params, Moments(first, second), state)
+        parts[part].append((rest, value))
+    moments = Moments(tree_unflatten(parts["first"]), tree_unflatten(parts["second"]))
+    return Checkpoint(int(state["step"]), dict(parts["weights"]), moments, state)

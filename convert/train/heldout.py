@@ -66,14 +66,14 @@ def _hits(learner: Learner, sample: Sample, i: int, features: Features) -> tuple
     hits, labelled = [], []
     for begin in range(0, len(places), ANCHORS):
         part = places[begin : begin + ANCHORS]
-        blocks = make_blocks([sample], [part], slots, 1.0)
+        blocks = make_blocks([sample], [part], slots, 1.0, learner.to_draft)
         inputs = prepare(learner, blocks, rows[:, : max(part[-1], 1)])
         best = mx.argmax(learner.project(hidden_rows(learner, inputs)), axis=-1)
         flat = np.zeros(len(part) * slots, dtype=bool)
         flat[np.array(inputs.index)] = np.array(best) == np.array(inputs.labels)
         flat[0] = False  # the padding's slot
         hits.append(flat.reshape(-1, slots))
-        labelled.append(blocks.labels[0] != NO_LABEL)
+        labelled.append(make_blocks([sample], [part], slots, 1.0).labels[0] != NO_LABEL)
     return np.concatenate(hits) & np.concatenate(labelled), np.concatenate(labelled)
 
 

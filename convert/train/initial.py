@@ -20,7 +20,7 @@ INTO_RESIDUAL = ("o_proj", "down_proj")  # a random start writes little into the
 
 def random_weights(model: DFlashModel, seed: int) -> dict[str, mx.array]:
     """Norms are 1; matrices normal with variance 1 / inputs, less where they write into the residual stream."""
-    flat = tree_flatten(model.parameters())
+    flat = tree_flatten(model.trainable_parameters())
     keys = mx.random.split(mx.random.key(seed), len(flat))
     return {name: _random(name, value, keys[i], len(model.layers)) for i, (name, value) in enumerate(flat)}
 

@@ -200,5 +200,5 @@ def export(run: str | Path, out: str | Path, step: int | None = None, bits: int 
         "seconds": round(state["seconds"], 1),
         "held_out_result": state["held_out_result"],
     }
-    bundle.write_bundle(out, state["drafter"], checkpoint.params, provenance, bits, run)
+    bundle.write_bundle(out, state["drafter"], checkpoint.weights, provenance, bits, run)
     return out

@@ -16,6 +16,7 @@ from mlx_spec.errors import OptionError
 
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # the paper's, by trained block
 MAX_BLOCK = 128
+BITS = (4, 8, 16)
 S = TypeVar("S", bound="Settings")
 
 
@@ -187,7 +188,7 @@ class TrainSettings(Settings):
     evaluate_every: int = row(int, "updates between two measurements", 200)
     save_every: int = row(int, "updates between two checkpoints", 200)
     keep: int = row(int, "checkpoints kept", 2)
-    bits: int | None = row(int, "quantise the written drafter to 4 or 8 bits", None)
+    bits: int | None = row(int, "of the written drafter's weights: 16 (bfloat16), 8 or 4 (float32)", None)
     seed: int = row(int, "of everything drawn", 0)
 
     def __post_init__(self) -> None:
@@ -208,8 +209,8 @@ class TrainSettings(Settings):
         named = [name for name in ("steps", "epochs", "minutes") if getattr(self, name) is not None]
         if len(named) > 1:
             raise OptionError(f"{flag(named[0])} and {flag(named[1])} contradict each other; give one")
-        if self.bits not in (None, 4, 8):
-            raise OptionError(f"--bits must be 4 or 8, not {self.bits}")
+        if self.bits not in (None, *BITS):
+            raise OptionError(f"--bits must be 4, 8 or 16, not {self.bits}")
         if self.taps is not None and (not self.taps or len(set(self.taps)) != len(self.taps) or min(self.taps) < 0):
             raise OptionError(f"--taps must be different layer numbers from 0 on, not {list(self.taps)}")
         self._check_start()

@@ -47,8 +47,9 @@ class Parts:
         settings = self.settings
         gamma = settings.gamma or default_gamma(self.slots)
         return Batches(
-            self.learn, settings.batch, settings.anchors, self.slots, gamma, settings.anchor_draw, settings.seed
-        )
+            self.learn, settings.batch, settings.anchors, self.slots, gamma, settings.anchor_draw, settings.seed,
+            self.learner.to_draft,
+        )  # fmt: skip
 
     def close(self) -> None:
         if self.recorder is not None:
@@ -79,10 +80,9 @@ def open_parts(settings: TrainSettings, checkpoint: Checkpoint | None = None) ->
         learn, held = data.samples, other.samples
     held = held[: settings.held_out_sequences]
     if checkpoint is None:
-        seen = {int(i) for sample in data.samples for i in set(sample.tokens.tolist())}
-        learner = begin(settings, target, config, tokenizer, seen)
+        learner = begin(settings, target, config, tokenizer, data.samples)
     else:
-        learner = restored(checkpoint.state["drafter"], checkpoint.params, settings, target)
+        learner = restored(checkpoint.state["drafter"], checkpoint.weights, settings, target)
     if learner.config.mask_token_id in tokenizer.eos_token_ids:
         raise OptionError(
             f"--mask-id {learner.config.mask_token_id} ends answers, so it cannot be the mask; take another"

@@ -38,6 +38,7 @@ def new_config(settings: TrainSettings, target: DecoderTarget, config: dict[str,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "vocab_size": target.vocab_size,
+        **_draft_vocab(settings, target),
         "rms_norm_eps": float(text.get("rms_norm_eps") or 1e-6),
         "max_position_embeddings": text.get("max_position_embeddings"),
         "attention_bias": False,
@@ -56,6 +57,13 @@ def new_config(settings: TrainSettings, target: DecoderTarget, config: dict[str,
             "target_layer_ids": list(taps),
         },
     }
+
+
+def _draft_vocab(settings: TrainSettings, target: DecoderTarget) -> dict[str, int]:
+    count = settings.draft_vocab
+    if count is not None and count > target.vocab_size:
+        raise OptionError(f"--draft-vocab {count} is above the target's vocabulary of {target.vocab_size}")
+    return {} if count in (None, target.vocab_size) else {"draft_vocab_size": count}
 
 
 def _of(text: dict[str, Any], key: str) -> Any:

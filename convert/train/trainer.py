@@ -204,13 +204,13 @@ class Trainer:
             "seconds": self.seconds,
             "held_out_result": None if self.measured is None else asdict(self.measured),
         }
-        checkpoints.save(self.run, Checkpoint(self.step, self.params, self.moments, state), self.parts.settings.keep)
+        weights = self.parts.learner.weights(self.params)
+        checkpoints.save(self.run, Checkpoint(self.step, weights, self.moments, state), self.parts.settings.keep)
 
     def write_drafter(self) -> Path:
         place = self.run / DRAFTER
-        bundle.write_bundle(
-            place, self.parts.learner.raw, self.params, self.provenance(), self.parts.settings.bits, self.run
-        )
+        learner, bits = self.parts.learner, self.parts.settings.bits
+        bundle.write_bundle(place, learner.raw, learner.weights(self.params), self.provenance(), bits, self.run)
         return place
 
     def provenance(self) -> dict[str, Any]:

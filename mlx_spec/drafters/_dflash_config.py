@@ -73,6 +73,7 @@ class DFlashConfig:
     num_key_value_heads: int
     head_dim: int
     vocab_size: int
+    draft_vocab_size: int | None  # ids that can be drafted, where not all can; ``d2t`` says which (our extension)
     rms_norm_eps: float
     max_position_embeddings: int | None
     attention_bias: bool
@@ -108,6 +109,7 @@ class DFlashConfig:
             num_key_value_heads=_whole(config, "num_key_value_heads", heads),
             head_dim=_whole(config, "head_dim", hidden // heads),
             vocab_size=_whole(config, "vocab_size"),
+            draft_vocab_size=_draft_vocab(config),
             rms_norm_eps=float(_need(config, "rms_norm_eps")),
             max_position_embeddings=config.get("max_position_embeddings"),
             attention_bias=bool(config.get("attention_bias", False)),
@@ -188,6 +190,15 @@ def _target_layers(config: Config) -> int | None:
     return None if value is None else int(value)
 
 
+def _draft_vocab(config: Config) -> int | None:
+    """None where every id can be drafted."""
+    limit = _whole(config, "vocab_size")
+    value = _whole(config, "draft_vocab_size", limit)
+    if value > limit:
+        raise CheckpointError(f"draft_vocab_size {value} is larger than the vocab_size of {limit} rows")
+    return None if value == limit else value
+
+
 def _layer_types(config: Config, layers: int) -> tuple[tuple[str, ...], int | None]:
     """(type per layer, window). ``layer_types`` decides; vLLM's ``use_swa`` only where it is absent; switches of the
     host format (``use_sliding_window``, ``max_window_layers``) say nothing here."""
@@ -223,7 +234,8 @@ def _refuse(config: Config) -> None:
 
 
 def _check_sizes(config: Config, made: DFlashConfig) -> None:
-    for key, own in (("draft_vocab_size", made.vocab_size), ("target_hidden_size", made.hidden_size)):
-        value = _first(config, key)
-        if value is not None and value != own:
-            raise UnsupportedError(f"{key} {value} differs from the drafter's {own}; this is not implemented")
+    value = _first(config, "target_hidden_size")
+    if value is not None and value != made.hidden_size:
+        raise UnsupportedError(
+            f"target_hidden_size {value} differs from the drafter's {made.hidden_size}; this is not implemented"
+        )

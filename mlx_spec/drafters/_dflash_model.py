@@ -77,6 +77,9 @@ class DFlashModel(nn.Module):
         self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
         self.layers = [Layer(config, index, swa_causal) for index in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(hidden, eps=eps)
+        if config.draft_vocab_size is not None:
+            self.d2t = mx.zeros((config.draft_vocab_size,), dtype=mx.int32)
+            self.freeze(recurse=False, keys=["d2t"])
         self._rope = config.rope.build(config.head_dim)
         self._scale, self._softcap = config.output_multiplier, config.final_logit_softcapping
 
@@ -101,6 +104,12 @@ class DFlashModel(nn.Module):
         for layer, context in zip(self.layers, contexts, strict=True):
             x = layer(x, self._rope, context)
         return x[0]
+
+    @property
+    def draft_ids(self) -> mx.array | None:
+        """[draft vocabulary] the target's ids that can be drafted, None: all of them. ``d2t`` holds, as in
+        speculators' checkpoints, what is to be added to a draft id."""
+        return mx.arange(self.d2t.shape[0]) + self.d2t if "d2t" in self else None
 
     def finish(self, logits: mx.array) -> mx.array:
         """The drafter's own scale and soft cap on what the target's head gave."""

@@ -46,7 +46,20 @@ def load_weights(source: FolderInfo, config: DFlashConfig, swa_causal: str) -> D
     model.load_weights([(name, value.astype(dtype) if name in floats else value) for name, value in weights.items()])
     model.eval()
     mx.eval(model.parameters())
+    _check_draft_ids(folder, config, model)
     return model
+
+
+def _check_draft_ids(folder: Path, config: DFlashConfig, model: DFlashModel) -> None:
+    """Every draft id stands for another id of the target."""
+    if model.draft_ids is None:
+        return
+    ids: list[int] = model.draft_ids.tolist()  # type: ignore[assignment]
+    bad = next((i for i in ids if not 0 <= i < config.vocab_size), None)
+    if bad is not None:
+        raise CheckpointError(f"{folder}: d2t leads to id {bad}, outside the vocab_size of {config.vocab_size} rows")
+    if len(set(ids)) < len(ids):
+        raise CheckpointError(f"{folder}: d2t leads two draft ids to one id of the target; the file is damaged")
 
 
 def _quantize(model: DFlashModel, quantization: dict[str, Any], weights: Weights) -> None:

@@ -6,7 +6,7 @@ Loads z-lab's checkpoints as published. The target's embedding and head are borr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ PADDING = 512  # rows by which two sizes of one vocabulary may differ, being pad
 PENDING = 64  # context rows that may wait unevaluated while nothing is proposed
 
 
+Head = Callable[[mx.array], mx.array]  # [m, H] after the final norm -> logits
+
+
 class DFlashDrafter:
     """``contracts.Drafter`` for one checkpoint. ``draft_window``: slots denoised per round, 2 .. the trained block."""
 
@@ -41,6 +44,7 @@ class DFlashDrafter:
         self.mask_id: int | None = config.mask_token_id
         self.draft_window = self._checked(draft_window)
         self.target: Target | None = None
+        self.head: Head | None = None  # of the ids that can be drafted
 
     def bind(self, target: Target) -> None:
         """Raises PairError with both numbers where the drafter was made for another target, and UnsupportedError where
@@ -56,15 +60,16 @@ class DFlashDrafter:
         if config.mask_token_id >= target.vocab_size:
             raise PairError(f"mask_token_id {config.mask_token_id} is outside the target's {target.vocab_size} rows")
         target.embed(mx.array([config.mask_token_id]))  # measured at first use: refuses here, and not in a round
-        self.target = target
+        self.target, ids = target, self.model.draft_ids
+        self.head = target.head if ids is None else target.head_over(ids)
 
     def open(self, first: int, start: int = 0, draft_window: int | None = None) -> DFlashSession:
         """``first`` is not needed: slot 0 of a block is the anchor. Raises OptionError for a window outside 2 .. the
         trained block."""
-        if self.target is None:
+        if self.target is None or self.head is None:
             raise PairError("a DFlash drafter borrows its target's embedding and head; bind it to a target first")
         window = self.draft_window if draft_window is None else self._checked(draft_window)
-        return DFlashSession(self.config, self.model, self.target, start, window)
+        return DFlashSession(self.config, self.model, self.target, self.head, start, window)
 
     def _checked(self, window: int | None) -> int:
         block = self.config.block_size
@@ -77,9 +82,17 @@ class DFlashSession:
     """Context keys and values of one conversation, each projected once. ``draft_window`` may be changed at any time."""
 
     def __init__(
-        self, config: DFlashConfig, model: DFlashModel, target: Target, start: int, window: int, slack: int = SLACK
+        self,
+        config: DFlashConfig,
+        model: DFlashModel,
+        target: Target,
+        head: Head,
+        start: int,
+        window: int,
+        slack: int = SLACK,
     ) -> None:
         self.config, self.model, self.target, self.draft_window = config, model, target, window
+        self.head, self.ids = head, model.draft_ids
         self.start = start
         self.contexts = model.new_context(start, slack)
         self._dtype = self._head_dtype = model.hidden_norm.weight.dtype
@@ -109,7 +122,8 @@ class DFlashSession:
             return NO_DRAFT
         self._pending = 0
         logits = self.logits(self.hidden(anchor)[1 : count + 1])
-        return Draft(mx.argmax(logits, axis=-1).astype(mx.int32))
+        best = mx.argmax(logits, axis=-1)
+        return Draft((best if self.ids is None else self.ids[best]).astype(mx.int32))
 
     def hidden(self, anchor: int) -> mx.array:
         """[draft_window, H] of ``[anchor, mask, mask, ...]`` from position ``length`` on, before the final norm."""
@@ -121,8 +135,9 @@ class DFlashSession:
         return self.model(x.astype(self._dtype), self.contexts)
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """[k, H] -> [k, V] through the target's head (in the target's own dtype)."""
-        return self.model.finish(self.target.head(self.model.norm(hidden).astype(self._head_dtype)))
+        """[k, H] -> [k, V] through the target's head (in the target's own dtype); with a reduced draft vocabulary its
+        ids only."""
+        return self.model.finish(self.head(self.model.norm(hidden).astype(self._head_dtype)))
 
     def trim(self, length: int) -> int:
         """``length`` where every layer still holds the rows that a query there sees; else the context is emptied and

@@ -6,7 +6,7 @@ model's own call, and the embedding scale is what really enters layer 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -71,6 +71,23 @@ class DecoderTarget:
         head = _head(self.model)
         logits: mx.array = self._embedding.as_linear(hidden) if head is None else head(hidden)
         return logits
+
+    def head_over(self, ids: mx.array) -> Callable[[mx.array], mx.array]:
+        module: Any = _head(self.model) or self._embedding
+        rows = {name: module[name][ids] for name in ("weight", "scales", "biases", "bias") if name in module}
+        mx.eval(rows)
+        weight, bias = rows["weight"], rows.get("bias")
+
+        def restricted(hidden: mx.array) -> mx.array:
+            if "scales" in rows:
+                packed = (weight, rows["scales"], rows.get("biases"))
+                options = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+                logits = mx.quantized_matmul(hidden, *packed, transpose=True, **options)
+            else:
+                logits = hidden @ weight.T
+            return logits if bias is None else logits + bias
+
+        return restricted
 
     @property
     def _embedding(self) -> Any:
