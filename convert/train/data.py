@@ -26,7 +26,7 @@ from mlx_spec.convert.train.shards import Sample
 from mlx_spec.convert.train.storage import fingerprint, new_folder
 from mlx_spec.convert.train.trouble import TrainingError
 from mlx_spec.errors import OptionError, UnsupportedError
-from mlx_spec.targets.loading import load_target
+from mlx_spec.targets.loading import find_target, load_target
 from mlx_spec.text import encode_chat, encode_prompt
 
 
@@ -62,7 +62,8 @@ def make_data(
     out = Path(settings.out).expanduser()
     if resume:
         shards.read_manifest(out)
-    model, tokenizer, config, folder = load_target(settings.target)
+    folder = find_target(settings.target).path
+    model, tokenizer, config = load_target(folder)
     target = targets.wrap(model, config)  # refuses here what no drafter can serve
     kwargs = {} if settings.raw else switches(settings.think, template or {})
     prompts, sources = read_prompts(settings, lambda text: encode_prompt(tokenizer, text))

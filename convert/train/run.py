@@ -144,7 +144,7 @@ def _steps(trainer: Trainer) -> int:
 def _loop(trainer: Trainer, cancel: Cancel, report: Report) -> Result:
     settings, place = trainer.parts.settings, None
     every = max(1, settings.evaluate_every // REPORTS)
-    if trainer.step == 0:
+    if trainer.step == 0 and trainer.measured is None:
         if not trainer.measure(cancel):
             return Result(False, 0, trainer.steps, None, None)
         trainer.point(held=True)

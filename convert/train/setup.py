@@ -19,7 +19,7 @@ from mlx_spec.convert.train.shards import Data, Sample, read_data
 from mlx_spec.convert.train.storage import fingerprint
 from mlx_spec.errors import OptionError, PairError
 from mlx_spec.targets.decoder import DecoderTarget
-from mlx_spec.targets.loading import load_target
+from mlx_spec.targets.loading import find_target, load_target
 
 Cancel = Callable[[], bool]
 Say = Callable[[str], None]
@@ -64,7 +64,8 @@ def open_parts(settings: TrainSettings, checkpoint: Checkpoint | None = None) ->
     """
     data = read_data(settings.data, settings.max_length)
     other = read_data(settings.held_out, settings.max_length) if settings.held_out else None
-    model, tokenizer, config, folder = load_target(settings.target)
+    folder = find_target(settings.target).path
+    model, tokenizer, config = load_target(folder)
     target = targets.wrap(model, config)
     if not isinstance(target, DecoderTarget):
         raise OptionError(f"{settings.target}: targets of type {config.get('model_type')} cannot be trained on yet")

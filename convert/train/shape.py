@@ -27,6 +27,10 @@ def new_config(settings: TrainSettings, target: DecoderTarget, config: dict[str,
     if heads % kv_heads:
         raise OptionError(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}")
     taps = settings.taps or default_taps(min(DEFAULT_TAPS, target.num_layers), target.num_layers)
+    if max(taps) >= target.num_layers:
+        raise OptionError(f"--taps holds {max(taps)}, but the target's layers are 0 to {target.num_layers - 1}")
+    if not 0 <= mask_id < target.vocab_size:
+        raise OptionError(f"--mask-id {mask_id} is outside the target's vocabulary of {target.vocab_size}")
     return {
         "architectures": ["DFlashDraftModel"],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
