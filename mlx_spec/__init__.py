@@ -1,4 +1,4 @@
-"""mlx-spec: the same text from a local model, several times faster.
+"""mlx-spec: lossless speculative decoding for MLX; the target's own text in fewer passes.
 
 Names resolve on first use, so that importing a leaf (``mlx_spec.errors``, ``mlx_spec.blas``) does not import mlx.
 """

@@ -33,7 +33,8 @@ from mlx_spec.policy import Rotation
 from mlx_spec.sampling import make_chooser
 from mlx_spec.sessions import Session
 from mlx_spec.stats import Stats
-from mlx_spec.targets.loading import load_target
+from mlx_spec.targets.loading import find_target, load_target
+from mlx_spec.targets.skeleton import refuse_unsupported
 from mlx_spec.text import NO_LIMIT, Emitter, encode_prompt
 
 
@@ -105,9 +106,10 @@ class Engine:
         object, or None. ``speculative`` adds a method and its settings. ``fallback``: a drafter that cannot be loaded
         leaves the engine on lane plain, with the reason, instead of raising. Other keywords are ``mlx_lm.load``'s.
         """
-        model, tokenizer, config, folder = load_target(name, **mlx_lm_options)
-        engine = cls(model, tokenizer, config)
-        engine.folder = folder
+        found = find_target(name, mlx_lm_options.pop("revision", None))
+        refuse_unsupported(found.config | (mlx_lm_options.get("model_config") or {}), name)
+        engine = cls(*load_target(found.path, **mlx_lm_options))
+        engine.folder = found.path
         try:
             engine.redraft(draft, speculative)
         except MlxSpecError as error:

@@ -108,10 +108,13 @@ def local(name: str | Path, revision: str | None = None) -> Path | None:
 
     Raises ModelNotFoundError for a path that does not exist and for a name that can be neither path nor hub id.
     """
-    path = Path(name).expanduser()
+    text = str(name)
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:  # ~name of nobody here
+        raise ModelNotFoundError(f"there is no home folder for {text}; write the path out") from error
     if path.is_dir():
         return path
-    text = str(name)
     if path.exists():
         raise ModelNotFoundError(f"{text} is a file; give a folder, a hub id, or the name of a pulled model")
     if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:

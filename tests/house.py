@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "sessions": {"caches"},
     "policy": {"costs", "stats"},
     "measure": {"costs", "stats"},
-    "targets": {"caches", "kernels", "hub"},
+    "targets": {"caches", "kernels", "hub", "folders"},
     "drafters": {"caches", "costs", "kernels", "hub", "folders", "targets", "options"},
     "caches": LEAVES,
     "kernels": LEAVES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 
 import mlx.core as mx
 import mlx_lm
@@ -258,3 +259,20 @@ def test_an_unreadable_drafter_is_refused_before_its_weights_are_fetched(folder,
     ):
         with pytest.raises(MlxSpecError, match=words):
             Engine.load(folder, draft=name)
+
+
+def test_a_local_family_that_cannot_be_a_target_is_refused_before_its_weights_are_read(folder, tmp_path, monkeypatch):
+    changed = save_tiny(tmp_path / "sliding")
+    config = json.loads((changed / "config.json").read_text())
+    sliding = {"model_type": "llama", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+    (changed / "config.json").write_text(json.dumps(config | sliding))
+    monkeypatch.setattr("mlx_spec.targets.loading.mlx_lm_load", lambda *a, **k: pytest.fail("weights were read"))
+    with pytest.raises(UnsupportedError, match="layer 0 keeps a RotatingKVCache"):
+        load(changed)
+
+
+def test_paths_that_mlx_lm_cannot_read_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match="rename the folder"):
+        load(save_tiny(tmp_path / "a[1]"))
+    with pytest.raises(ModelNotFoundError, match="no home folder for ~nosuch-user/x"):
+        load("~nosuch-user/x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,31 @@ from mlx_lm.utils import load as mlx_lm_load
 
 from mlx_spec import hub
 from mlx_spec.errors import CheckpointError, UnsupportedError
+from mlx_spec.folders import FolderInfo
 from mlx_spec.targets.skeleton import refuse_unsupported
 
 
-def load_target(
-    name: str | Path, revision: str | None = None, trust_remote_code: bool = False, **options: Any
-) -> tuple[Any, TokenizerWrapper, dict[str, Any], Path]:
-    """(model, tokenizer, config, folder) of a folder, a hub id or a pulled model.
+def find_target(name: str | Path, revision: str | None = None) -> FolderInfo:
+    """The checked folder of a path, a hub id or a pulled model; nothing of its weights but their headers is read.
 
-    ``options`` are ``mlx_lm.load``'s. Raises ModelNotFoundError, CheckpointError (incomplete files, a drafter where a
-    model belongs, weights that are not numbers) and UnsupportedError.
+    Raises ModelNotFoundError, PairError (a drafter where a model belongs), CheckpointError and, for a hub id before its
+    weights are fetched, UnsupportedError.
     """
     folder = hub.resolve(name, revision=revision, check=lambda config: refuse_unsupported(config, name))
-    hub.check_target(folder)
+    found = hub.check_target(folder)
+    if glob.has_magic(str(folder)):
+        raise CheckpointError(f"{folder}: mlx-lm finds no weights in a path with [, * or ?; rename the folder")
+    return found
+
+
+def load_target(
+    folder: Path, trust_remote_code: bool = False, **options: Any
+) -> tuple[Any, TokenizerWrapper, dict[str, Any]]:
+    """(model, tokenizer, config) of a folder.
+
+    ``options`` are ``mlx_lm.load``'s. Raises CheckpointError (incomplete files, weights that are not numbers) and
+    UnsupportedError.
+    """
     try:
         model, tokenizer, config = mlx_lm_load(
             str(folder), return_config=True, trust_remote_code=trust_remote_code, **options
@@ -41,7 +54,7 @@ def load_target(
         raise kind(f"{folder} cannot be loaded: {text[:300]}") from error
     if not options.get("lazy"):
         _refuse_nan(folder, model)
-    return model, tokenizer, config, folder
+    return model, tokenizer, config
 
 
 def _refuse_nan(folder: Path, model: Any) -> None:
