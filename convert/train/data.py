@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,10 @@ def _keep(
 
 def _finish(out: Path, manifest: dict[str, Any]) -> None:
     if not any(entry["sequences"] for entry in manifest["shards"]):
-        shutil.rmtree(out)
+        for name in (shards.MANIFEST, *(entry["file"] for entry in manifest["shards"])):
+            (out / name).unlink()
+        with suppress(OSError):  # somebody put a file beside ours
+            out.rmdir()
         raise TrainingError(
             f"every one of the {manifest['left_out']['one_token_answers']} answers is a single token, from which "
             "nothing can be learned; check the prompts and the chat template"
