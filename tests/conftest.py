@@ -7,6 +7,7 @@ equality means what it says.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -20,6 +21,9 @@ KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "TMPDIR")
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Equality is demanded bit for bit, which only the bundled BLAS promises on Linux."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Started in the background: the programs under test would inherit deafness to Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform.startswith("linux") and mx.default_device() == mx.cpu and blas.active() != "bundled":
         pytest.exit(f"the tests need MLX's bundled BLAS, but {blas.active()} is loaded; unset LD_PRELOAD", returncode=4)
 
