@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toys import tiny_qwen3
 from train_fixture import data_settings, small_target, write_prompts
 
+from mlx_spec.convert.train import answers, shards
 from mlx_spec.convert.train import data as data_module
-from mlx_spec.convert.train import shards
 from mlx_spec.convert.train.data import DataProgress, make_data
 from mlx_spec.convert.train.prompts import code_files, read_prompts
 from mlx_spec.convert.train.settings import DataSettings, TrainSettings, read_recipe
@@ -58,6 +59,23 @@ def test_answers_are_the_targets_own(target: Path, tmp_path: Path) -> None:
             assert answer == tokens[sample.prompt :]
     stored = shards.load_arrays(tmp_path / "data" / "tokens-00000.safetensors", "data")
     assert str(stored["tokens"].dtype) == "mlx.core.uint16"
+
+
+def test_both_decoders_say_the_same() -> None:
+    """Ours and mlx-lm's batching, prompts of several lengths, rows that end early; waves smaller than the prompts."""
+    model, rng = tiny_qwen3(layers=2, hidden=32, seed=3), np.random.default_rng(0)
+    prompts = [rng.integers(1, 250, n).tolist() for n in (1, 2, 9, 9, 30, 31, 4)]
+    whole = answers.answer(model, prompts, [], 24, batch=3)
+    assert whole is not None
+    assert [len(said) for said in whole] == [24] * 7
+    ends = frozenset({whole[2][5], whole[4][1], whole[0][11]})
+    options = {"batch": 3, "sampler": None, "cancel": lambda: False, "told": lambda tokens: None}
+    ours = answers._by_waves(model, prompts, ends, 24, **options)
+    theirs = answers._by_mlx_lm(model, prompts, ends, 24, **options)
+    assert ours == theirs
+    for said, all_ in zip(ours, whole, strict=True):
+        assert said == all_[: next((i + 1 for i, token in enumerate(all_) if token in ends), 24)]
+    assert answers.answer(model, prompts, [], 24, batch=3, cancel=lambda: True) is None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

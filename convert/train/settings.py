@@ -121,7 +121,7 @@ class DataSettings(Settings):
     max_prompt: int = row(int, "tokens of a prompt, at most; longer ones are left out", 1024)
     temperature: float = row(float, "0: greedy", 0.0)
     top_p: float = row(float, "with a temperature: nucleus", 1.0)
-    batch: int = row(int, "answers made at once", 32)
+    batch: int = row(int, "answers made at once", 64)
     shard: int = row(int, "prompts a shard; what a kill can lose", 256)
     seed: int = row(int, "of the prompts' order and of sampling", 0)
 
