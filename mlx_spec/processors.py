@@ -6,6 +6,7 @@ and each row comes out bit for bit as the one-row form of mlx-lm (``mlx_lm/sampl
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,16 +36,16 @@ def checked_count(name: str, value: Any, low: int) -> int:
     return int(value)
 
 
-class Processor:
+class Processor(ABC):
     """A processor whose rows can be done at once. Call it as mlx-lm's, or through ``rows``."""
 
+    @abstractmethod
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """``tokens`` [L], everything before the row; ``logits`` [1, V]. May change ``logits``, as mlx-lm's do."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rows(self, logits: mx.array, history: Sequence[int], draft: mx.array) -> mx.array:
         """``logits`` [n, V], ``draft`` [n-1] integer ids: new logits [n, V], lazy."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ class Penalty(Processor):
             return self._apply(logits, seen[mx.maximum(index, 0)], index >= 0)
         return self._apply(logits, seen[index], None)
 
+    @abstractmethod
     def _apply(self, logits: mx.array, ids: mx.array, real: mx.array | None) -> mx.array:
         """``ids`` [n, w]: row i's tokens; where ``real`` is False, a repeat that must not count twice."""
-        raise NotImplementedError
 
 
 class RepetitionPenalty(Penalty):
