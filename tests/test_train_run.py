@@ -336,3 +336,27 @@ def test_progress_line() -> None:
     assert line == (
         "training: update 5 of 10, loss 1.500, right .50 .25, held-out acceptance length 2.00, 100 blocks/s, 5 min left"
     )
+
+
+def test_bfloat16_forward_keeps_float32_weights(target: Path, data: Path, tmp_path: Path) -> None:
+    """Half the bits in the forward, all of them in weights and moments; the first losses are nearly the same."""
+    for name in ("bfloat16", "float32"):
+        train(train_settings(target, data, tmp_path / name, dtype=name, steps=2, evaluate_every=20))
+    half, full = (curve.read(tmp_path / name / "curve.jsonl") for name in ("bfloat16", "float32"))
+    assert half[1]["loss"] == pytest.approx(full[1]["loss"], rel=0.02)
+    newest = checkpoints.newest(tmp_path / "bfloat16")
+    kinds = {value.dtype for value in [*newest.weights.values(), *dict(tree_flatten(newest.moments.second)).values()]}
+    assert kinds == {mx.float32}
+
+
+def test_minutes_become_updates(target: Path, data: Path, tmp_path: Path) -> None:
+    """Timed at the start, then fixed: the number is in the checkpoint and a resumed run keeps it."""
+    run = tmp_path / "run"
+    polls = iter([False] * 4 + [True] * 99)
+    stopped = train(train_settings(target, data, run, steps=None, minutes=0.2), cancel=lambda: next(polls))
+    assert stopped.steps > 5
+    assert checkpoints.newest(run).state["steps"] == stopped.steps
+    polls = iter([False] * 3 + [True] * 99)
+    assert resume(run, cancel=lambda: next(polls)).steps == stopped.steps
+    default = train(train_settings(target, data, tmp_path / "six", steps=None))
+    assert default.steps == 6 * 3, "six passes over five sequences, two at once"

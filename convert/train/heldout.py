@@ -17,6 +17,7 @@ from mlx_spec.convert.train.blocks import NO_LABEL, candidates, make_blocks
 from mlx_spec.convert.train.features import Features
 from mlx_spec.convert.train.forward import hidden_rows, prepare
 from mlx_spec.convert.train.learner import Learner
+from mlx_spec.convert.train.network import STEP
 from mlx_spec.convert.train.shards import Sample
 
 ANCHORS = 256  # of one forward
@@ -62,12 +63,12 @@ def _hits(learner: Learner, sample: Sample, i: int, features: Features) -> tuple
     """([anchors, k] is the draft token right?, [anchors, k] is there a token to be right about?)."""
     places = list(candidates(sample))
     slots = learner.slots
-    rows = features.rows([i], len(sample))
+    rows = features.rows([i], -(-len(sample) // STEP) * STEP)
     hits, labelled = [], []
     for begin in range(0, len(places), ANCHORS):
         part = places[begin : begin + ANCHORS]
         blocks = make_blocks([sample], [part], slots, 1.0, learner.to_draft)
-        inputs = prepare(learner, blocks, rows[:, : max(part[-1], 1)])
+        inputs = prepare(learner, blocks, rows[:, : -(-max(part[-1], 1) // STEP) * STEP])
         best = mx.argmax(learner.project(hidden_rows(learner, inputs)), axis=-1)
         flat = np.zeros(len(part) * slots, dtype=bool)
         flat[np.array(inputs.index)] = np.array(best) == np.array(inputs.labels)

@@ -98,14 +98,15 @@ def add_features(parts: Parts, run: Path, cancel: Cancel, say: Say) -> bool:
     if settings.features == "off":
         parts.learn_features = parts.held_features = NoFeatures(len(layers) * learner.config.hidden_size)
         return True
-    parts.recorder = Recorder(learner.target, layers)
-    parts.held_features = OnlineFeatures(parts.recorder, parts.held)
+    record = parts.recorder = Recorder(learner.target, layers)
     if settings.features == "online":
-        parts.learn_features = OnlineFeatures(parts.recorder, parts.learn)
+        parts.learn_features, parts.held_features = (OnlineFeatures(record, s) for s in (parts.learn, parts.held))
         return True
     place = Path(settings.cache_dir).expanduser() if settings.cache_dir else run / "features"
-    identity = {"target": parts.facts["target_fingerprint"]}
-    parts.learn_features = cached(place, parts.recorder, parts.learn, identity, settings.cache_dtype, cancel, say)
+    identity, kind = {"target": parts.facts["target_fingerprint"]}, settings.cache_dtype
+    parts.held_features = cached(place / "held-out", record, parts.held, identity, kind, cancel, say)
+    if parts.held_features is not None:
+        parts.learn_features = cached(place, record, parts.learn, identity, kind, cancel, say)
     return parts.learn_features is not None
 
 
