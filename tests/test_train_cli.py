@@ -52,6 +52,7 @@ def recipe(path: Path, target: Path, home: Path, steps: int = 6) -> Path:
         evaluate_every = 3
         save_every = 2
         batch = 2
+        compile = "off"
         """
     )
     return path
@@ -131,7 +132,22 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
 def test_ctrl_c_saves(run: Run, cli_env: dict[str, str], tmp_path: Path) -> None:
     target = small_target(tmp_path / "target")
     data, out = random_data(tmp_path / "data", target), tmp_path / "run"
-    base = ("train", "run", "--target", target, "--data", data, "--layers", "1", "--block", "4", "--out", out)
+    base = (
+        "train",
+        "run",
+        "--target",
+        target,
+        "--data",
+        data,
+        "--layers",
+        "1",
+        "--block",
+        "4",
+        "--compile",
+        "off",
+        "--out",
+        out,
+    )
     with started(cli_env, *base, "--steps", "100000", "--batch", "2") as process:
         wait_for(lambda: checkpoints_in(out) > 0, process)
         process.send_signal(signal.SIGINT)

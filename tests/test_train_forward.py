@@ -99,7 +99,9 @@ def test_blocks_and_later_features_do_not_touch_a_block(tmp_path: Path) -> None:
     assert np.abs(logits([middle], touched) - alone).max() > 1e-3
 
 
-@pytest.mark.parametrize(("alpha", "compiled"), [(None, False), (None, True), (0.5, True)])
+@pytest.mark.parametrize(
+    ("alpha", "compiled"), [(None, False), (0.5, False), pytest.param(0.5, True, marks=pytest.mark.full)]
+)
 def test_gradient_is_that_of_the_weighted_loss(tmp_path: Path, alpha: float | None, compiled: bool) -> None:
     """Against central differences along random directions; D-PACE's weights are held fixed (they are detached)."""
     learner, _ = learner_of(save_drafter(tmp_path / "d", block=6, layer_types=(SLIDING, FULL), window=7), FakeTarget())

@@ -120,10 +120,19 @@ def test_kill_and_resume_bit_for_bit(target: Path, data: Path, tmp_path: Path, l
 
 
 @pytest.mark.full
-def test_ten_kills(target: Path, data: Path, tmp_path: Path) -> None:
-    straight = train(train_settings(target, data, tmp_path / "straight", steps=40, save_every=3))
+def test_compiled_updates_are_the_plain_ones(target: Path, data: Path, tmp_path: Path) -> None:
+    one, other = (train(train_settings(target, data, tmp_path / c, compile=c)) for c in ("on", "off"))
+    for name, value in weights_of(one.drafter).items():
+        np.testing.assert_allclose(np.array(value), np.array(weights_of(other.drafter)[name]), atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("compiled", ["off", "on"])
+def test_ten_kills(target: Path, data: Path, tmp_path: Path, compiled: str) -> None:
+    changes = {"steps": 40, "save_every": 3, "compile": compiled}
+    straight = train(train_settings(target, data, tmp_path / "straight", **changes))
     steps = sorted(np.random.default_rng().integers(0, 40, 10).tolist())
-    drafter = killed_and_resumed(train_settings(target, data, tmp_path / "killed", steps=40, save_every=3), steps)
+    drafter = killed_and_resumed(train_settings(target, data, tmp_path / "killed", **changes), steps)
     assert same(weights_of(straight.drafter), weights_of(drafter)), steps
 
 

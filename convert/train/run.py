@@ -150,6 +150,8 @@ def _loop(trainer: Trainer, cancel: Cancel, report: Report) -> Result:
         trainer.point(held=True)
         trainer.save()
         report(trainer.progress())
+    if settings.compile == "on" and trainer.step < trainer.steps:
+        report(TrainProgress(trainer.step, trainer.steps, note="compiling the update (a minute, once, on a CPU)"))
     saved = trainer.step
     while trainer.step < trainer.steps:
         trainer.update()
