@@ -369,3 +369,14 @@ def test_minutes_become_updates(target: Path, data: Path, tmp_path: Path) -> Non
     assert resume(run, cancel=lambda: next(polls)).steps == stopped.steps
     default = train(train_settings(target, data, tmp_path / "six", steps=None))
     assert default.steps == 6 * 3, "six passes over five sequences, two at once"
+
+
+def test_a_curve_is_drawn_where_matplotlib_is(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    held = {"acceptance_length": 2.5}
+    points = [{"step": 0, "loss": None, "held_out": held}, {"step": 4, "loss": 3.0, "held_out": None}]
+    (tmp_path / "curve.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points) + '{"step": 5, "lo')
+    course = curve.Curve(tmp_path, 4)
+    assert course.points == points, "a line cut short by a kill is dropped"
+    course.plot()
+    assert (tmp_path / "curve.svg").read_text().count("<svg") == 1

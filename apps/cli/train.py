@@ -115,7 +115,8 @@ def run(recipe: str | None, going_on: bool, **flags: Any) -> None:
         raise OptionError("--resume needs the --out folder of the run to go on with")
     settings = None if going_on else TrainSettings.make(recipe, given)
     out = str(given.get("out") or _from_recipe(recipe, "out"))
-    _ready(given.get("target") or (settings.target if settings else _recorded(out)), flags, screen)
+    start_from = settings.start_from if settings else None
+    _ready(given.get("target") or (settings.target if settings else _recorded(out)), flags, screen, start_from)
 
     from mlx_spec.apps.cli.interrupts import Interrupts
     from mlx_spec.convert.train import curve
@@ -165,11 +166,11 @@ def _opened(flags: dict[str, Any]) -> tuple[Screen, dict[str, Any]]:
     return screen, given
 
 
-def _ready(target: str, flags: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
-    """Choose a BLAS, then have the target here; its template's keyword arguments."""
+def _ready(target: str, flags: Mapping[str, Any], screen: Screen, drafter: str | None = None) -> dict[str, Any]:
+    """Choose a BLAS, then have the target and the drafter here; the target's template's keyword arguments."""
     from mlx_spec import blas
     from mlx_spec.apps import models
-    from mlx_spec.apps.cli.opening import Asking
+    from mlx_spec.apps.cli.opening import Asking, bring_drafter
     from mlx_spec.apps.config import resolve
 
     report = blas.prepare(resolve({"blas": flags.get("blas")})["blas"])
@@ -179,6 +180,7 @@ def _ready(target: str, flags: Mapping[str, Any], screen: Screen) -> dict[str, A
     asking = Asking(screen, flags["yes"])
     with screen.working(f"looking for {target}") as working:
         paths = models.ensure(target, ask=asking.within(working), progress=working.report)
+        bring_drafter(drafter, asking.within(working), working.report)
     return dict(paths.template_kwargs)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlx_spec.convert.train.data import make_data
-    from mlx_spec.convert.train.run import export, train
+    from mlx_spec.convert.train.run import export, resume, train
     from mlx_spec.convert.train.settings import DataSettings, TrainSettings
     from mlx_spec.convert.train.trouble import TrainingError
 
@@ -20,10 +20,11 @@ _HOMES = {
     "TrainingError": "trouble",
     "export": "run",
     "make_data": "data",
+    "resume": "run",
     "train": "run",
 }
 
-__all__ = ["DataSettings", "TrainSettings", "TrainingError", "export", "make_data", "train"]
+__all__ = ["DataSettings", "TrainSettings", "TrainingError", "export", "make_data", "resume", "train"]
 
 
 def __getattr__(name: str) -> Any:

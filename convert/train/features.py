@@ -111,7 +111,7 @@ def cached(
     wanted = identity | {"layers": list(record.layers), "dtype": dtype, "width": width, "samples": digest.hexdigest()}
     path, told = place / "features.bin", place / "features.json"
     place.mkdir(parents=True, exist_ok=True)
-    if not (told.is_file() and path.is_file() and json.loads(told.read_text(encoding="utf-8")) == wanted):
+    if not (path.is_file() and _told(told) == wanted):
         told.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
         total = sum(map(len, samples))
@@ -122,6 +122,14 @@ def cached(
             return None
         write_json(told, wanted)
     return CachedFeatures(path, samples, width, dtype)
+
+
+def _told(path: Path) -> Any:
+    """What a cache says it is; None where it says nothing readable, and is made anew."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _write(

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_spec import targets
 from mlx_spec.convert.train.batches import Batches, split
+from mlx_spec.convert.train.blocks import NO_LABEL
 from mlx_spec.convert.train.checkpoints import Checkpoint
 from mlx_spec.convert.train.features import Features, NoFeatures, OnlineFeatures, Recorder, cached
 from mlx_spec.convert.train.learner import Learner, begin, restored
@@ -88,6 +90,9 @@ def open_parts(settings: TrainSettings, checkpoint: Checkpoint | None = None) ->
         raise OptionError(
             f"--mask-id {learner.config.mask_token_id} ends answers, so it cannot be the mask; take another"
         )
+    if learner.to_draft is not None:
+        facts["draft_vocab_covers"] = covers = _covered(learner, held)
+        notes.append(f"the {learner.vocab} ids that can be drafted are {covers:.1%} of the held-out answers")
     return Parts(settings, learner, learn, held, facts, notes)
 
 
@@ -108,6 +113,13 @@ def add_features(parts: Parts, run: Path, cancel: Cancel, say: Say) -> bool:
     if parts.held_features is not None:
         parts.learn_features = cached(place, record, parts.learn, identity, kind, cancel, say)
     return parts.learn_features is not None
+
+
+def _covered(learner: Learner, samples: list[Sample]) -> float:
+    """Share of the answers' tokens that can be drafted."""
+    assert learner.to_draft is not None
+    said = np.concatenate([sample.tokens[sample.prompt :] for sample in samples])
+    return float((learner.to_draft[said] != NO_LABEL).mean())
 
 
 def _facts(data: Data, other: Data | None, target: str) -> dict[str, Any]:
