@@ -18,7 +18,7 @@ from train_fixture import random_data, small_target, write_prompts
 
 from mlx_spec.apps import cli
 from mlx_spec.convert.train import curve
-from mlx_spec.convert.train.settings import DataSettings, TrainSettings
+from mlx_spec.convert.train.settings import DataSettings, TrainSettings, flag
 
 COMMAND = str(Path(sys.executable).with_name("mlx-spec"))
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -103,7 +103,7 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     for command, table in (("data", DataSettings), ("run", TrainSettings)):
         assert cli.run(("train", command, "--help")) == 0
         shown = capsys.readouterr().out
-        assert all(f"--{item.name.replace('_', '-')}" in shown for item in fields(table))
+        assert all(flag(item.name) in shown for item in fields(table))
 
 
 def started(cli_env: dict[str, str], *words: object) -> subprocess.Popen[str]:

@@ -240,6 +240,8 @@ def test_recipe_and_flags(tmp_path: Path) -> None:
         TrainSettings.make(path, {"speed": 3})
     with pytest.raises(OptionError, match="--target is needed"):
         TrainSettings.make(None, {"data": "d"})
+    path.write_text('[train]\ntarget = "t"\ndata = "d"\nout = "o"\nfrom = "drafter"\n')
+    assert TrainSettings.make(path, {}).start_from == "drafter"
     path.write_text("[trian]\n")
     with pytest.raises(OptionError, match="unknown table 'trian'"):
         read_recipe(path, "train")
@@ -266,7 +268,7 @@ def test_recipe_and_flags(tmp_path: Path) -> None:
         ({"taps": (1, 1)}, "--taps must be different"),
         ({"bits": 3}, "--bits must be 4, 8 or 16"),
         ({"loss": "mse"}, "--loss must be one of decay, dpace"),
-        ({"features": "off", "start_from": "x"}, "--features off and --start-from contradict"),
+        ({"features": "off", "start_from": "x"}, "--features off and --from contradict"),
         ({"data": 3}, "--data must be text"),
     ],
 )

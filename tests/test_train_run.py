@@ -189,7 +189,7 @@ def test_adapting_starts_from_the_drafter(target: Path, data: Path, tmp_path: Pa
     begun = json.loads((tmp_path / "two" / "curve.jsonl").read_text().splitlines()[0])["held_out"]
     ended = json.loads((tmp_path / "one" / "curve.jsonl").read_text().splitlines()[-1])["held_out"]
     assert begun["acceptance_length"] == pytest.approx(ended["acceptance_length"], abs=0.3)
-    with pytest.raises(OptionError, match="--block and --start-from contradict"):
+    with pytest.raises(OptionError, match="--block and --from contradict"):
         train_settings(target, data, tmp_path / "three", **changes | {"block": 8})
     other = small_target(tmp_path / "other")
     config = json.loads((other / "config.json").read_text())

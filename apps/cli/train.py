@@ -12,14 +12,14 @@ import click
 
 from mlx_spec.apps.cli import options as flags_
 from mlx_spec.apps.cli.output import Screen
-from mlx_spec.convert.train.settings import BITS, DataSettings, Settings, TrainSettings
+from mlx_spec.convert.train.settings import BITS, DataSettings, Settings, TrainSettings, flag
 from mlx_spec.errors import OptionError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _option(item: Field[Any]) -> Callable[[F], F]:
-    name, kind, many = f"--{item.name.replace('_', '-')}", item.metadata["kind"], item.metadata["many"]
+    name, kind, many = flag(item.name), item.metadata["kind"], item.metadata["many"]
     words = item.metadata["help"]
     if isinstance(item.default, (int, float, str)) and not isinstance(item.default, bool):
         words += f" [{item.default:g}]" if isinstance(item.default, float) else f" [{item.default}]"

@@ -35,7 +35,7 @@ def rate(step: int, steps: int, peak: float, warmup: float) -> float:
 
 def norm(gradients: Params) -> mx.array:
     """Of all gradients together."""
-    return mx.sqrt(sum(mx.square(value).sum() for _, value in tree_flatten(gradients)))
+    return mx.sqrt(mx.stack([mx.square(value).sum() for _, value in tree_flatten(gradients)]).sum())
 
 
 def update(

@@ -47,7 +47,7 @@ def softmax(scores: mx.array) -> mx.array:
     return _softmax(scores)
 
 
-@softmax.vjp  # type: ignore[untyped-decorator]
+@softmax.vjp
 def _softmax_vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
     return _softmax_slope(outputs, cotangents)
 
@@ -80,9 +80,10 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return _swiglu(gate, up)
 
 
-@swiglu.vjp  # type: ignore[untyped-decorator]
+@swiglu.vjp
 def _swiglu_vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
-    return _swiglu_slopes(*primals, cotangents)
+    gate, up = primals
+    return _swiglu_slopes(gate, up, cotangents)
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array) -> mx.array:
@@ -92,5 +93,6 @@ def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.arra
     grouped = (q * scale).reshape(B, groups, -1, dim)
     scores = grouped @ k.swapaxes(-1, -2)
     scores = scores.reshape(B, heads, rows, -1) + mask
-    out = softmax(scores).reshape(B, groups, heads // groups * rows, -1) @ v
+    shares: mx.array = softmax(scores)  # type: ignore[assignment]
+    out = shares.reshape(B, groups, heads // groups * rows, -1) @ v
     return out.reshape(B, heads, rows, dim)

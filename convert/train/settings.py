@@ -17,6 +17,7 @@ from mlx_spec.errors import OptionError
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # the paper's, by trained block
 MAX_BLOCK = 128
 BITS = (4, 8, 16)
+SPELLED = {"start_from": "from"}  # rows whose name is a word of Python's
 S = TypeVar("S", bound="Settings")
 
 
@@ -70,7 +71,8 @@ class Settings:
 
 
 def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    """What a user writes for a row."""
+    return "--" + SPELLED.get(name, name.replace("_", "-"))
 
 
 def _check(name: str, value: Any, kind: type, choices: tuple[str, ...]) -> None:
@@ -98,7 +100,8 @@ def read_recipe(path: str | Path, table: str) -> dict[str, Any]:
     found = recipe.get(table, {})
     if not isinstance(found, dict):
         raise OptionError(f"the recipe {path}: {table} must be a table")
-    return {name.replace("-", "_"): value for name, value in found.items()}
+    rows = {word: name for name, word in SPELLED.items()}
+    return {rows.get(name, name.replace("-", "_")): value for name, value in found.items()}
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class DataSettings(Settings):
 
 @dataclass(frozen=True)
 class TrainSettings(Settings):
-    """A training run. Shape settings are None for "as the target has it" (or as the drafter in ``start_from``)."""
+    """A training run. Shape settings are None for "as the target has it" (or as the drafter in ``start_from``, --from, has it)."""
 
     target: str = row(str, "the model whose drafter is trained: a folder, a hub id, a short name")
     data: str = row(str, "folder that `mlx-spec train data` wrote")
@@ -221,9 +224,9 @@ class TrainSettings(Settings):
         shape = ("layers", "block", "taps", "mask_id", "intermediate", "heads", "kv_heads", "window", "draft_vocab")
         given = [name for name in shape if getattr(self, name) is not None]
         if given:
-            raise OptionError(f"{flag(given[0])} and --start-from contradict each other: the drafter has its own")
+            raise OptionError(f"{flag(given[0])} and --from contradict each other: the drafter has its own")
         if self.features == "off":
-            raise OptionError("--features off and --start-from contradict each other: that drafter uses features")
+            raise OptionError("--features off and --from contradict each other: that drafter uses features")
 
 
 def default_gamma(block: int) -> float:
