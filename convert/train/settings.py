@@ -145,7 +145,7 @@ class DataSettings(Settings):
 
 @dataclass(frozen=True)
 class TrainSettings(Settings):
-    """A training run. Shape settings are None for "as the target has it" (or as the drafter in ``start_from``, --from, has it)."""
+    """A training run. Shape settings are None for "as the target has it", or as the drafter to adapt has it."""
 
     target: str = row(str, "the model whose drafter is trained: a folder, a hub id, a short name")
     data: str = row(str, "folder that `mlx-spec train data` wrote")
