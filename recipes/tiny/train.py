@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--hold", type=float, default=0.4)
     parser.add_argument("--short", type=float, default=0.7)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compile", action="store_true", help="a third faster once compiled, which takes minutes")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.run.mkdir(parents=True, exist_ok=True)
@@ -159,6 +160,7 @@ def main() -> None:
         state = torch.load(args.run / "state.pt", weights_only=True)
         optimiser.restore(state["optimiser"])
         elapsed, seen = state["elapsed"], state["seen"]
+    forward = torch.compile(model, dynamic=False) if args.compile else model
     print(f"{sum(p.numel() for p in model.parameters())} parameters, from step {optimiser.steps}", flush=True)
 
     sources: dict[int, Iterator[Tensor]] = {}
@@ -169,7 +171,7 @@ def main() -> None:
         if length not in sources:
             sources[length] = windows(files["train"], length, random.Random(optimiser.steps))
         batch = next(sources[length])
-        loss = model(batch[:, :-1], batch[:, 1:])
+        loss = forward(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
         loss.backward()
         optimiser.step(rate(elapsed / limit, optimiser.steps, args.hold))
         losses.append(loss.item())
