@@ -66,7 +66,7 @@ def make_data(
     model, tokenizer, config = load_target(folder)
     target = targets.wrap(model, config)  # refuses here what no drafter can serve
     kwargs = {} if settings.raw else switches(settings.think, template or {})
-    prompts, sources = read_prompts(settings, lambda text: encode_prompt(tokenizer, text))
+    prompts, sources = read_prompts(settings, lambda text: _plain_ids(tokenizer, text))
     kept, left_out = _encoded(prompts, tokenizer, settings, kwargs)
     limit = _room(target.max_context, settings)
     manifest = _manifest(settings, tokenizer, kwargs, folder, target.vocab_size, sources, command)
@@ -116,14 +116,15 @@ def _encoded(
     """(ids of each usable prompt, how many were left out and why)."""
     if not settings.raw and not tokenizer.has_chat_template:
         raise UnsupportedError("this model has no chat template; give --raw to continue the texts as they are")
-    kept, long = [], 0
+    kept, long, opening = [], 0, encode_prompt(tokenizer, "")
     for prompt in prompts:
         try:
-            ids = list(prompt.ids) or (
-                encode_prompt(tokenizer, prompt.text)
-                if settings.raw
-                else encode_chat(tokenizer, prompt.messages, **kwargs)
-            )
+            if prompt.ids:
+                ids = [*opening, *prompt.ids]
+            elif settings.raw:
+                ids = encode_prompt(tokenizer, prompt.text)
+            else:
+                ids = encode_chat(tokenizer, prompt.messages, **kwargs)
         except TemplateError as error:
             raise OptionError(f"this model's chat template refuses a prompt: {error}") from error
         if len(ids) > settings.max_prompt:
@@ -133,6 +134,11 @@ def _encoded(
     if not kept:
         raise OptionError(f"all {long} prompts are longer than --max-prompt {settings.max_prompt} tokens; raise it")
     return kept, {"long_prompts": long, "one_token_answers": 0}
+
+
+def _plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Without special tokens, and without transformers' warning that a file is longer than the context."""
+    return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
 def _room(context: int | None, settings: DataSettings) -> int:
